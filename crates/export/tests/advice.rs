@@ -1,4 +1,4 @@
-//! What a front-end gets wrong at its first try is in the log within a second, with the cure.
+//! Common mistakes of front-ends are logged within a second, with the cure.
 
 mod common;
 
@@ -46,7 +46,7 @@ impl Log {
 fn a_ring_outside_of_all_shared_memory_names_share_on() {
     let (log, world) = (Log::get(), World::pair());
     let front = Front::connect(&world.exports[0]);
-    // QEMU shares some ROM and nothing else.
+    // QEMU shares only some ROM.
     let rom = Ram::at(0xfff0_0000, 1 << 16);
     front.share(&[&rom]).unwrap();
     let vq = Vq::new(&Ram::new(1 << 20), 0);
@@ -85,7 +85,7 @@ fn memory_that_the_guest_never_wrote_to_names_share_on() {
 #[test]
 fn a_front_end_that_wants_more_queues_is_told_how_many_there_are() {
     let (log, world) = (Log::get(), World::pair());
-    // QEMU leaves when it is told; others go on to a queue that is not there.
+    // QEMU leaves when it is told; others continue with a queue that does not exist.
     let mut polite = Front::connect(&world.exports[0]);
     assert_eq!(polite.get_queue_num().unwrap(), 2);
     drop(polite);

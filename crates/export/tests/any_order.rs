@@ -1,7 +1,7 @@
-//! Messages that each make sense, in any order, while the guest does I/O or scribbles: the front-end may lose its
-//! session, and nobody else notices.
+//! Valid messages in any order, while the guest does I/O or writes garbage: the front-end may lose its session, and no
+//! other is affected.
 //!
-//! With `ANY_CASES=N` in the environment so many are tried.
+//! `ANY_CASES=N` in the environment sets the number of cases.
 #![forbid(unsafe_code)]
 
 mod common;
@@ -24,7 +24,7 @@ const RAMS: usize = 3;
 const SIZES: [u32; 6] = [1, 2, 7, 64, 256, 1024];
 const BASES: [u32; 5] = [0, 1, 63, 0x8000, 0x803f_8040];
 
-/// Something that is said or done: what, to which queue, and two numbers that say how.
+/// A random action: its kind, its queue, and two parameters.
 type Step = (u8, u32, u16, u64);
 
 /// A front-end without a plan, and the guest in its memory.
@@ -35,7 +35,7 @@ struct Wild<'a> {
     vqs: Vec<Vq>,
     records: OwnedFd,
     log: OwnedFd,
-    /// What was taken of the features that are offered.
+    /// Negotiated features.
     features: u64,
 }
 
@@ -190,7 +190,7 @@ proptest! {
 
     #[test]
     fn any_order_of_messages_and_io_harms_nobody_else(steps in steps()) {
-        // One world for all cases: what one case breaks, the next finds.
+        // One world for all cases: damage of one case is found by the next.
         static WORLD: OnceLock<(World, Mutex<Bystander>)> = OnceLock::new();
         let (world, bystander) = WORLD.get_or_init(|| {
             let world = World::new(vec![AnyDevice::ram(200_000), AnyDevice::ram(0)], QUEUES as usize, 1);
@@ -200,7 +200,7 @@ proptest! {
         let mut front = Wild::new(world);
         for step in steps {
             if !front.step(step) {
-                // Gone, as it should be: the next one goes on.
+                // Disconnected, as expected: the next one continues.
                 front.raw.hang_up();
                 front = Wild::new(world);
             }

@@ -1,5 +1,5 @@
-//! An export is changed while it serves: its size, its depth, the queues it offers. Nothing that was fetched is lost,
-//! and who need not notice does not.
+//! Changes of a serving export: its size, its depth, the queues it offers. No fetched request is lost, and unaffected
+//! front-ends notice nothing.
 
 mod common;
 
@@ -23,14 +23,14 @@ fn sized(capacity_sectors: u64) -> DeviceInfo {
     DeviceInfo { capacity_sectors, ..disk_info() }
 }
 
-/// A world of one disk that has room to grow, and a second one.
+/// A world with a disk that has room to grow, and a second one.
 fn world() -> World {
     let mut device = AnyDevice::ram_with(sized(65_536), 0);
     device.info = disk_info();
     World::new(vec![device, AnyDevice::ram(0)], 2, 2)
 }
 
-/// A channel by which the front-end is told of changes; this is its own end.
+/// A back-end channel; returns the front-end's end.
 fn channel(front: &mut Front) -> UnixStream {
     let (end, far_end) = UnixStream::pair().unwrap();
     front.set_backend_request_fd(&far_end).unwrap();
@@ -54,7 +54,7 @@ fn a_disk_that_has_grown_says_so_and_takes_writes_where_there_was_nothing() {
     assert_eq!(front.config(0, 8).unwrap(), 32_768_u64.to_le_bytes());
     assert_eq!(vq.write(32_767, &[1; 512]), 0);
     assert_ne!(vq.write(32_768, &[1; 512]), 0, "beyond the new end");
-    // Other limits concern nobody.
+    // Other limits are not announced.
     let mut limited = sized(32_768);
     limited.limits.sectors_max = 8;
     assert_eq!(hand.change(Arc::new(limited)).recv_timeout(PATIENCE).unwrap(), Ok(Changed::Silent));

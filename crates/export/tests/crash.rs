@@ -23,7 +23,7 @@ const IMAGE_BYTES: u64 = 4 << 20;
 
 const IMAGE: &str = "BLKYARD_TEST_IMAGE_TO_SERVE";
 
-/// Not a test of its own: the daemon of the next one.
+/// Not a separate test: the daemon of the next one.
 #[test]
 fn another_process_serves() {
     let Some(path) = std::env::var_os(IMAGE) else { return };
@@ -45,7 +45,7 @@ impl Daemon {
         let mut process = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "another_process_serves", "--nocapture"])
             .env(IMAGE, folder.join("image"))
-            // Where it leaves what it cannot remove.
+            // Place of files that it cannot remove.
             .env("TMPDIR", folder)
             .stdout(Stdio::piped())
             .spawn()
@@ -63,11 +63,11 @@ impl Drop for Daemon {
     }
 }
 
-/// One queue's writes: at most one at each place, each with a number of its own.
+/// One queue's writes: at most one in each block, each with a unique number.
 struct Writer {
     vq: Vq,
     number: u64,
-    /// What is at each place, and whether it is being written.
+    /// Content of each block, and whether it is being written.
     places: Vec<(u64, bool)>,
 }
 
@@ -86,7 +86,7 @@ impl Writer {
         [self.number, u64::from(slot), count, !count].map(u64::to_le_bytes).concat().repeat(DATA_MAX as usize / 32)
     }
 
-    /// Takes what is done; says how much that was.
+    /// Takes completions; returns their number.
     fn take(&mut self) -> usize {
         let mut taken = 0;
         while let Some((head, written)) = self.vq.poll() {
@@ -99,7 +99,7 @@ impl Writer {
         taken
     }
 
-    /// Writes anew wherever nothing is being written.
+    /// Writes all blocks without a write in flight.
     fn put(&mut self) {
         for slot in 0..self.vq.slots() {
             let place = &mut self.places[usize::from(slot)];
@@ -114,7 +114,7 @@ impl Writer {
     }
 }
 
-/// What a front-end keeps while daemons come and go.
+/// State that a front-end keeps while daemons come and go.
 struct Kept {
     ram: Arc<Ram>,
     record: Option<(VhostUserInflight, std::fs::File)>,
@@ -131,7 +131,7 @@ impl Kept {
         front.share(&[&self.ram]).unwrap();
         for (index, Writer { vq, .. }) in writers.iter().enumerate() {
             front.set_ring(index, vq);
-            // All that can be told from the ring.
+            // The only position known from the ring.
             front.set_vring_base(index, vq.used.load_u16(2, Acquire)).unwrap();
             assert!(front.set_event(Request::SetVringKick, index, Some(&vq.kick)));
             front.set_vring_enable(index, true).unwrap();
@@ -151,7 +151,7 @@ fn daemons_are_killed_amid_writes_and_each_write_is_answered_once() {
     let mut pauses = Vec::new();
     let kills = std::env::var(KILLS_WANTED).ok().and_then(|kills| kills.parse().ok()).unwrap_or(KILLS);
     for kill in 0..kills {
-        // Some die at once, some later; all with as much in flight as there is room for, or what is left of it.
+        // Some die at once, some later; all with the largest number of requests in flight, or what is left of it.
         let enough = kill * 7 % 50;
         let mut done = 0;
         let start = Instant::now();

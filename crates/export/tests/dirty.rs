@@ -39,7 +39,7 @@ impl Log {
         front.raw.ask(Request::SetLogBase, &words64(&words), &[self.file.as_fd()]).is_some()
     }
 
-    /// Takes all bits away; returns the pages they stood for.
+    /// Clears all bits; returns their pages.
     fn take(&self) -> Vec<u64> {
         let view = View::new(Arc::clone(&self.region), 0, self.region.len(), 1).unwrap();
         let bytes = (0..self.region.len()).map(|at| (at as u64, view.take_bits(at)));
@@ -72,8 +72,8 @@ fn run(line: &mut Line, slot: u16, kind: u32, sector: u64, data: Data<'_>) {
     assert_eq!(line.wait_used().0, slot);
 }
 
-/// What was noted up to the end of the round that answered last: of the ring itself that is after the guest can see the
-/// answer. Whoever is answered by a queue's owner knows that it is in a later round.
+/// Pages logged up to the end of the latest completing round: those of the ring are logged after the guest can see the
+/// completion. An answer of the queue's owner comes from a later round.
 fn noted(world: &World, log: &Log) -> Vec<u64> {
     world.exports[0].watch(0).look().unwrap().recv_timeout(PATIENCE).unwrap();
     log.take()
@@ -215,7 +215,7 @@ fn one_round_answers_sixteen_requests_and_no_more_while_what_it_writes_is_noted(
             }
         });
         hand.learn_that_it_takes_turns(&mut vq);
-        // Unknown requests, which are answered on the spot: each is there four times over.
+        // Unknown requests, which complete at once: each is there four times.
         let heads: Vec<_> = (0..16).map(|slot| vq.build(slot, 77, 0, Data::None, &vq.ram)).collect();
         (0..4).flat_map(|_| &heads).for_each(|head| vq.offer(*head));
         vq.publish_silently();
@@ -283,7 +283,7 @@ fn a_front_end_that_wants_to_be_told_is_told_when_something_is_noted() {
             assert!(!log.take().is_empty());
             rung(&first);
         }
-        // Another takes its place, also with whoever takes over.
+        // Another log replaces it, also after a takeover.
         line.set_addresses(&front, 0, true);
         assert!(set_eventfd(&front, &second));
         rung(&first);
@@ -291,7 +291,7 @@ fn a_front_end_that_wants_to_be_told_is_told_when_something_is_noted() {
         rung(&second);
         run(&mut line, 0, kind::OUT, 0, Data::Out(&[1; 512]));
         assert!(readable(&second, PATIENCE), "{features:?}: nobody was told by the other eventfd");
-        // What is written while the ring comes to rest is told before that is.
+        // Writes during the drain are announced before its end.
         rung(&second);
         log.take();
         line.stop(&front, 0);

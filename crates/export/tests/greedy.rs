@@ -5,7 +5,7 @@ mod common;
 use blkyard_mq::{DeviceInfo, HwQueueConfig};
 use common::{Data, Hand, disk_info, kind, range};
 
-/// What one request of the greedy guest moves.
+/// Bytes of one request of the greedy guest.
 const BIG_BYTES: u32 = 64 << 20;
 /// Of such requests, all offered at once.
 const BIGS: u16 = 8;

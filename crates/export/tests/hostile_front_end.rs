@@ -1,4 +1,4 @@
-//! A front-end that says anything at all: it loses its session, and nobody else notices.
+//! A front-end with arbitrary messages: it loses its session, and no other is affected.
 
 mod common;
 
@@ -11,8 +11,8 @@ use common::{
 };
 use proptest::prelude::*;
 
-/// A rude front-end at the first export; afterwards a good one is served there and the second export has noticed
-/// nothing.
+/// A hostile front-end at the first export; afterwards a good one is served there and the second export was not
+/// affected.
 struct Siege {
     world: World,
     bystander: Bystander,
@@ -31,7 +31,7 @@ impl Siege {
         raw
     }
 
-    /// After an attack the session is over, and both exports are as good as new.
+    /// After an attack the session has ended, and both exports work.
     fn ended(&mut self, raw: &Raw, what: &str) {
         raw.wait_closed();
         self.intact(what);
@@ -279,7 +279,7 @@ fn an_eventfd_for_the_log_is_one_event_descriptor_and_nothing_else() {
     let raw = siege.attacker();
     assert_eq!(raw.ask(Request::SetLogFd, &[], &[]), Some(words64(&[1])), "a refusal is told to who asks");
     siege.ended(&raw, "an eventfd that was refused");
-    // A header whose body never comes, and one that came whole, is put together like any other.
+    // A header whose body never comes, and one that arrived whole, are assembled like any other.
     let raw = siege.attacker();
     assert!(raw.send(&Raw::message(log, 1, &[0; 8])[..16], &[good.as_fd()]));
     raw.0.shutdown(std::net::Shutdown::Write).unwrap();
@@ -288,7 +288,7 @@ fn an_eventfd_for_the_log_is_one_event_descriptor_and_nothing_else() {
     let whole = Raw::message(log, 9, &[]);
     assert!(raw.send(&whole[..5], &[good.as_fd()]) && raw.send(&whole[5..], &[]));
     assert_eq!(raw.reply(Request::SetLogFd), Some(words64(&[0])));
-    // Who took no acknowledgements gets none, and the session goes on.
+    // Without acknowledgements there is no reply, and the session continues.
     let all = raw.ask(Request::GetProtocolFeatures, &[], &[]).unwrap();
     let all = u64::from_ne_bytes(all.try_into().unwrap());
     assert!(raw.tell(Request::SetProtocolFeatures, &words64(&[all & !(1 << 3)]), &[]));
@@ -301,7 +301,7 @@ fn an_eventfd_for_the_log_is_one_event_descriptor_and_nothing_else() {
 #[test]
 fn features_that_were_never_offered_are_refused() {
     let mut siege = Siege::begin();
-    // Read-only, a reset of single rings, and a bit nobody has a name for.
+    // Read-only, a reset of single rings, and an undefined bit.
     for feature in [5, 40, 63] {
         let raw = siege.attacker();
         assert!(!raw.accepts(Request::SetFeatures, &words64(&[1 << 30 | 1 << feature]), &[]), "feature {feature}");
@@ -327,7 +327,7 @@ fn the_configuration_is_read_and_written_within_its_bounds_only() {
         payload
     };
     let raw = siege.attacker();
-    // An answer without bytes says no; the session goes on.
+    // An empty reply is a refusal; the session continues.
     for (offset, size) in [(0, 257), (256, 1), (250, 7), (1000, 8)] {
         let answer = raw.ask(Request::GetConfig, &space(offset, size, size as usize), &[]).unwrap();
         assert_eq!(answer, space(offset, 0, 0), "{size} bytes at {offset}");
@@ -476,7 +476,7 @@ proptest! {
         tail in prop::collection::vec(any::<u8>(), 0..40),
         polite in any::<bool>(),
     ) {
-        // One world for all cases: what one case breaks, the next finds.
+        // One world for all cases: damage of one case is found by the next.
         static WORLD: std::sync::OnceLock<World> = std::sync::OnceLock::new();
         let world = WORLD.get_or_init(World::pair);
         let ram = Ram::new(1 << 20);
@@ -507,7 +507,7 @@ proptest! {
 fn a_call_descriptor_that_blocks_and_is_full_holds_up_nobody() {
     let mut siege = Siege::begin();
     let (front, mut vq) = one_queue(&siege.world.exports[0]);
-    // Its call comes after the answer; one that came later than what follows would make us wait for ever ourselves.
+    // Its call comes after the completion; a call later than the next step would make this test wait without end.
     vq.put(0, kind::OUT, 0, Data::Out(&[1; 512]));
     vq.publish();
     until("the first request is answered", || vq.poll().is_some());

@@ -1,4 +1,4 @@
-//! A guest that writes anything at all into its rings: it hurts its own queue, and nothing else.
+//! A guest that writes arbitrary bytes into its rings: it harms its own queue only.
 
 mod common;
 
@@ -112,7 +112,7 @@ fn requests_that_make_no_sense_are_answered_with_an_error_and_counted() {
     /// Descriptor 0 is the header, 1 the data, 2 the status of a read of 512 bytes.
     const NEXT: u16 = Descriptor::NEXT;
     const WRITE: u16 = Descriptor::WRITE;
-    // What is wrong, the status the guest finds, the bytes the used element tells, the reason that is counted.
+    // Fault, the status for the guest, the length of the used element, the counted reason.
     let cases: &[(Spoil, u8, u32, &str)] = &[
         (|vq, at| vq.descriptor(2, Descriptor { addr: at, len: 1, flags: WRITE | NEXT, next: 1 }), 0xff, 0, "loop"),
         (
@@ -205,8 +205,8 @@ fn headers_and_descriptors_rewritten_while_requests_run_harm_nobody() {
     std::thread::scope(|scope| {
         let _ends = Ends(&ending);
         let (ram, header, table) = (Arc::clone(&vq.ram), vq.header_at(0), 0);
-        // Anywhere in the memory and beyond it, but for the rings themselves: what the device is told to write it
-        // writes there, be it over the available index.
+        // Anywhere in the memory and beyond it, except the rings: the device writes where the guest says, even over the
+        // available index.
         let wild_at = header;
         let (ending, wild) = (&ending, &wild);
         scope.spawn(move || {
@@ -233,7 +233,7 @@ fn headers_and_descriptors_rewritten_while_requests_run_harm_nobody() {
             let head = vq.build(0, kind::OUT, 0, Data::Out(&[1; 512]), &Arc::clone(&vq.ram));
             vq.offer(head);
             vq.publish();
-            // Its ring is sound, so each is answered exactly once, whatever it was taken for.
+            // Its ring is valid, so each request completes exactly once, however it was parsed.
             assert_eq!(vq.wait_used().0, 0);
             assert_eq!(vq.poll(), None);
             answered += 1;
@@ -247,9 +247,8 @@ fn headers_and_descriptors_rewritten_while_requests_run_harm_nobody() {
     world.stop();
 }
 
-/// Offers requests that are answered on the spot, without end: always some more than are fetched. The status byte of
-/// the first of sixteen tells how far the device has come, long before the used ring does. What was offered before is a
-/// multiple of these.
+/// Offers requests that complete at once, without end: always some more than are fetched. The status byte of the first
+/// of sixteen shows the device's progress, long before the used ring does. Earlier requests are a multiple of these.
 fn flood(vq: &Vq, ending: &AtomicBool) {
     const LOT: u16 = 16;
     for slot in 0..LOT {
@@ -297,8 +296,8 @@ fn a_guest_that_offers_without_end_keeps_nobody_else_from_the_lane() {
     world.stop();
 }
 
-/// Rounds under a flood from a guest that was never seen to work while we do, of whose offers nothing is put off: those
-/// that took more than lay there at any time, and the most that one took.
+/// Rounds under a flood from a guest that alternates, none of whose offers is deferred: those that took more than were
+/// available at any time, and the largest.
 fn rounds_in_a_flood() -> (usize, u64) {
     /// Rounds for which that is believed, and no more.
     const BELIEVED: usize = 900;

@@ -1,4 +1,4 @@
-//! Idle queues cost nothing, and are heard when they wake. By itself, so that nobody else uses the CPUs meanwhile.
+//! Idle queues cost nothing, and wake on a kick. A separate program, so that no other test uses the CPUs meanwhile.
 
 mod common;
 
@@ -31,8 +31,8 @@ fn sixteen_idle_queues_use_no_measurable_time_and_hear_a_kick() {
             println!("used {spent} ns of {passed} ns");
             spent * 100 <= passed
         };
-        // A machine whose host takes the CPU away charges that to whoever runs just then, now and then; what lanes use
-        // that do not sleep shows in every window.
+        // A machine whose host takes the CPU away sometimes charges that to the running thread; the use of a lane that
+        // does not sleep shows in every window.
         assert!((0..5).any(|_| is_idle()), "idle lanes use more than a hundredth of the time");
         for (index, vq) in vqs.iter_mut().enumerate() {
             vq.put(0, kind::IN, index as u64, Data::In(512));

@@ -1,7 +1,7 @@
-//! A daemon that dies with requests in flight, and the one that comes after it: all is answered once, in its order.
+//! A daemon that dies with requests in flight, and its successor: all requests complete once, in order.
 //!
-//! What a daemon that is killed leaves behind is its guest's memory and the records, as they are at that moment. So a
-//! copy of both, taken while requests are with the device, is what the next daemon finds.
+//! A killed daemon leaves its guest's memory and the records, in their state of that moment. So a copy of both, taken
+//! while requests are at the device, is the input of the next daemon.
 
 mod common;
 
@@ -20,7 +20,7 @@ use vhost::vhost_user::message::VhostUserInflight;
 /// Entries of the rings here.
 const SIZE: u16 = 64;
 
-/// What a front-end keeps for its queues.
+/// State that a front-end keeps for its queues.
 struct Kept {
     file: std::fs::File,
     what: VhostUserInflight,
@@ -37,7 +37,7 @@ impl Kept {
         front.set_inflight_fd(&self.what, self.file.as_raw_fd()).is_ok()
     }
 
-    /// The same bytes in other memory, `at` bytes from its start, and nothing keeps it from being cut short.
+    /// The same bytes in other memory, `at` bytes from its start, without protection against truncation.
     fn copy(&self, at: u64) -> Kept {
         let file = memfd_create("copy", MemfdFlags::CLOEXEC).unwrap();
         ftruncate(&file, at + self.what.mmap_size).unwrap();
@@ -66,7 +66,7 @@ fn copy_guest(vq: &Vq) -> Vq {
     copy
 }
 
-/// A front-end that keeps memory for what is in flight, and has not started its queue.
+/// A front-end that keeps in-flight memory, and has not started its queue.
 fn keeps(export: &Served, ram: &Ram, kept: Option<&Kept>) -> (Front, Option<Kept>) {
     let mut front = Front::connect(export);
     let asked = kept.is_none().then(|| Kept::ask(&mut front));
@@ -85,7 +85,7 @@ fn goes_on(export: &Served, vq: &Vq, kept: &Kept) -> Front {
     front
 }
 
-/// Writes from these places of the guest, each to its own place on the disk.
+/// Writes from these slots of the guest, each to a separate position on the disk.
 fn offer_writes(vq: &mut Vq, slots: std::ops::Range<u16>) {
     slots.for_each(|slot| vq.put(slot, kind::OUT, u64::from(slot) * 2, Data::Out(&[slot as u8; 512])));
     vq.publish();
@@ -129,7 +129,7 @@ fn what_was_in_flight_is_done_by_the_next_daemon_in_its_order() {
     let taken: Vec<_> = gate.seen().into_iter().filter(|seen| matches!(seen, Seen::Taken(..))).collect();
     let write = |slot: u64| Seen::Taken(Op::Write, BioFlags::empty(), slot * 2);
     assert_eq!(taken, (10..20).chain([5]).map(write).collect::<Vec<_>>());
-    // It goes on as any other.
+    // It continues like any other.
     assert_eq!(vq.write(100, &[1; 512]), 0);
     assert!(vq.poll().is_none());
     drop(front);
@@ -147,7 +147,7 @@ fn what_a_driver_had_that_panics_in_the_middle_of_a_batch_is_done_by_the_next_da
     front.start(0, &vq);
     offer_writes(&mut vq, 8..10);
     until("two writes are with the device", || gate.held() == 2);
-    // Of eight the driver has three, has the fourth in its hand, and was not given the rest.
+    // Of eight the driver has taken three, is at the fourth, and was not given the rest.
     gate.plant_bug_at(4);
     offer_writes(&mut vq, 10..18);
     until("the lane ends", || world.lanes.threads()[0].is_finished());
@@ -155,7 +155,7 @@ fn what_a_driver_had_that_panics_in_the_middle_of_a_batch_is_done_by_the_next_da
     let taken =
         |gate: &Gate| gate.seen().into_iter().filter(|seen| matches!(seen, Seen::Taken(..))).collect::<Vec<_>>();
     assert_eq!(taken(&gate), (8..13).map(write).collect::<Vec<_>>());
-    // Nobody waits for what nobody has any more, and nobody is told that it was done.
+    // No thread waits for the lost requests, and none reports them as done.
     world.exports.iter().for_each(|export| export.server().ask_to_stop());
     until("the exports end", || world.exports.iter().all(|export| export.server().is_finished()));
     assert!(common::end(world.lanes).unwrap_err().to_string().contains("a bug that the test planted"));
@@ -182,7 +182,7 @@ fn a_ring_that_is_stopped_at_once_finishes_what_was_in_flight_and_nothing_else()
     let gate = Gate::shut();
     let world = World::gated(&gate);
     let mut front = goes_on(&world.exports[0], &vq, &kept);
-    // Before its lane can have done anything, or after: nobody knows.
+    // Before its lane has run, or after.
     front.set_vring_enable(0, true).unwrap();
     let opener = std::thread::spawn({
         let gate = Arc::clone(&gate);
@@ -286,7 +286,7 @@ fn memory_that_is_cut_short_ends_its_session_and_nothing_else() {
     let mut bystander = Bystander::new(&world.exports[1]);
     let ram = Ram::new(1 << 20);
     let (front, kept) = keeps(&world.exports[0], &ram, None);
-    // Two pages off the start, so that what is left of the file holds nothing of it.
+    // Two pages off the start, so that the rest of the file has nothing of it.
     let kept = kept.unwrap().copy(8192);
     front.leave(&world.exports[0]);
     let (mut front, _) = keeps(&world.exports[0], &ram, Some(&kept));

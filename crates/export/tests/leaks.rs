@@ -1,4 +1,4 @@
-//! Sessions of all kinds leave nothing behind: no descriptor, no mapping. By itself, so that nobody else opens any
+//! Sessions of all kinds leave no descriptor and no mapping. A separate program, so that no other test opens any
 //! meanwhile.
 
 mod common;
@@ -75,7 +75,7 @@ fn sessions_that_end_well_or_badly_leave_nothing_behind() {
     let gate = Gate::open();
     let mut world = World::gated(&gate);
     sessions(&mut world);
-    // Lanes notice by and by that an eventfd is gone, so the count to begin with may be some too high: by fewer than
+    // Lanes notice the end of an eventfd with a delay, so the initial count may be slightly too high: by less than
     // twenty times what one session of each kind could leave behind.
     let before = descriptors();
     (0..20).for_each(|_| sessions(&mut world));

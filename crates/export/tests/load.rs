@@ -64,7 +64,7 @@ fn a_deep_load_on_all_queues_is_answered_in_full() {
     }
 }
 
-/// What a queue's device has ended: requests, and the bios that shared one.
+/// Requests completed by a queue's device, and bios that shared one.
 fn ended(world: &World, queue: usize) -> u64 {
     let stats = world.exports[0].stats(queue).snapshot();
     stats.ops.iter().map(|op| op.ios).sum::<u64>() + stats.merged.iter().sum::<u64>()

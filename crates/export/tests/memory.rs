@@ -166,7 +166,7 @@ fn a_descriptor_that_comes_with_a_removal_is_closed() {
     world.stop();
 }
 
-/// What every truncation must come to: that session ends, the other export goes on, the next front-end is served.
+/// The result of every truncation: that session ends, the other export continues, the next front-end is served.
 fn truncation(prepare: impl FnOnce(&mut Front, &mut Vq), touch: impl FnOnce(&mut Front, &mut Vq)) {
     let world = World::new(vec![AnyDevice::ram(0), AnyDevice::ram(0)], 2, 1);
     let export = &world.exports[0];
@@ -284,7 +284,7 @@ fn memory_is_mapped_once_for_all_queues_of_a_device() {
         mapped()
     };
     assert_eq!(all_are_served(), (1, 1));
-    // A queue stops and goes on, and then all of them at once.
+    // A queue stops and continues, and then all of them at once.
     front.set_vring_enable(2, false).unwrap();
     front.set_vring_enable(2, true).unwrap();
     front.share(&[&ram, &Ram::at(1 << 32, 1 << 20)]).unwrap();

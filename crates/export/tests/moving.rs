@@ -1,5 +1,5 @@
-//! Queues move from lane to lane while guests use them: each request is answered once and rightly, and the guest sees a
-//! pause and nothing else.
+//! Queues move from lane to lane under load: each request completes once and correctly, and the guest only sees a
+//! pause.
 
 mod common;
 
@@ -122,7 +122,7 @@ fn a_queue_whose_device_hangs_stays_and_is_answered_and_then_moves() {
     assert_eq!((vq.wait_used().0, vq.wait_used().0), (0, 3));
     world.lanes.deal(2, |poller| 1 - poller % 2).unwrap();
     assert_eq!(vq.write(16, &[3; 512]), 0);
-    // And once more with nobody connected.
+    // Once more without a connection.
     front.leave(&world.exports[0]);
     world.lanes.deal(1, |_| 0).unwrap();
     world.stop();

@@ -1,5 +1,5 @@
 //! After start the data path allocates nothing, from the available ring to the used ring. Counted on the thread that
-//! turns the queue, so the control path may put its last message away meanwhile.
+//! runs the queue, so the control path may free its last message meanwhile.
 
 mod common;
 

@@ -1,4 +1,4 @@
-//! Queues whose poller is made on demand: it is there from the first start of a ring to the end of the session, and
+//! Queues whose poller is made on demand: it exists from the first start of a ring to the end of the session, and
 //! counters and settings outlive it.
 
 mod common;

@@ -1,5 +1,4 @@
-//! An NVMe controller: registers, the admin queue, and what becomes of it all when the controller is enabled, reset or
-//! shut down.
+//! An NVMe controller: registers, the admin queue, and their enable, reset and shutdown.
 //!
 //! [`Controller`] is the admin side, owned by the control path. I/O queues ([`ControllerIoQueue`]) are owned by lanes,
 //! each apart from it; the two sides meet by plain messages when a queue is created or deleted, a command is aborted,
@@ -11,11 +10,11 @@
 //!                     └─────────────────────────ControllerQueueReply─────────────────────────┘
 //! ```
 //!
-//! A reset is over (CSTS.RDY 0) when each I/O queue has said that it is stopped: from then on nothing of the time
-//! before is written to the memory of the host.
+//! A reset ends (CSTS.RDY 0) when each I/O queue has reported that it is stopped: from then on nothing of earlier
+//! commands is written to the memory of the host.
 //!
-//! It starts no thread, reads no clock (time is an argument), and signals nothing: it says what is to be signalled.
-//! Devices, memory and transport belong to its owner.
+//! It starts no thread, reads no clock (time is an argument), and signals nothing: it reports the due signals. Devices,
+//! memory and transport belong to its owner.
 
 mod admin;
 mod capabilities;
@@ -57,7 +56,7 @@ use crate::{DataWalker, DmaMap, IdentifyController, NvmeStatus};
 /// Admin commands executed by one call of [`Controller::poll`]: the caller's thread has other work, too.
 const COMMANDS_MAX: usize = 64;
 
-/// What a controller asks of its owner.
+/// Request of a controller to its owner.
 #[derive(Debug)]
 pub enum ControllerRequest {
     /// Give this I/O completion queue to a lane.
@@ -68,14 +67,14 @@ pub enum ControllerRequest {
     Flush(u64),
 }
 
-/// What the admin side knows of an I/O completion queue.
+/// State of an I/O completion queue on the admin side.
 #[derive(Debug)]
 struct IoCompletionQueue {
     shared: Arc<IoShared>,
     is_deleting: bool,
 }
 
-/// What the admin side knows of an I/O submission queue.
+/// State of an I/O submission queue on the admin side.
 #[derive(Debug)]
 struct IoSubmissionQueue {
     cqid: u16,
@@ -103,7 +102,7 @@ pub struct Controller {
     admin: Option<ControllerQueuePair>,
     /// Whether its doorbell fault was taken note of.
     is_admin_fault_told: bool,
-    /// By identifier; place 0 is empty.
+    /// By identifier; entry 0 is empty.
     cqs: Box<[Option<IoCompletionQueue>]>,
     sqs: Box<[Option<IoSubmissionQueue>]>,
     pending: Vec<(u16, PendingAdmin)>,
@@ -211,7 +210,7 @@ impl Controller {
         self.keep_alive_until_ns.filter(|_| self.admin.is_some())
     }
 
-    /// What the owner is to do next.
+    /// The owner's next task.
     pub fn take_request(&mut self) -> Option<ControllerRequest> {
         self.requests.pop_front()
     }
@@ -232,7 +231,7 @@ impl Controller {
                     self.fail();
                 }
             }
-            // What was asked for before a reset or shutdown concerns nobody any more.
+            // Requests from before a reset or shutdown are obsolete.
             _ if self.stopping.is_some() => {}
             ControllerQueueReply::SubmissionQueueDeleted(qid) => {
                 self.sqs[usize::from(qid)] = None;

@@ -90,7 +90,7 @@ impl DmaMap {
         &self.table
     }
 
-    /// Where the controller finds the bytes of a segment; nothing if it does not reach them, or not in one run.
+    /// Controller address of a segment; `None` if the controller cannot reach it contiguously.
     #[inline]
     pub fn addr(&self, segment: Segment) -> Option<u64> {
         let key = (segment.region, segment.offset);
@@ -100,7 +100,7 @@ impl DmaMap {
         (skip < range.len && u64::from(segment.len) <= range.len - skip).then(|| range.addr + skip)
     }
 
-    /// The bytes from `addr` on that lie in one range, `len` at most; nothing if the address is not mapped.
+    /// The bytes from `addr` in one range, `len` at most; `None` if the address is not mapped.
     #[inline]
     pub fn segment(&self, addr: u64, len: u32) -> Option<Segment> {
         let after = self.ranges.partition_point(|range| range.addr <= addr);
@@ -113,7 +113,7 @@ impl DmaMap {
         Some(Segment { region: range.region, offset: range.offset + skip, len })
     }
 
-    /// The bytes from `addr` on as fields that both sides share; nothing if they are not mapped in one run.
+    /// The bytes from `addr` as shared fields; `None` if they are not mapped contiguously.
     pub fn view(&self, addr: u64, len: usize) -> Option<View> {
         let segment = self.segment(addr, u32::try_from(len).ok()?)?;
         let region = self.table.region(segment.region).filter(|_| segment.len as usize == len)?;

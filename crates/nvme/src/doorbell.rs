@@ -1,9 +1,9 @@
-//! Doorbells: the register of each queue, and the shadow doorbells that spare most writes to it.
+//! Doorbells: the register of each queue, and the shadow doorbells that avoid most writes to it.
 //!
 //! With shadow doorbells (Doorbell Buffer Config) the host stores each new index in a page of memory. It writes the
 //! register only if the index passes the event index, which the controller stored before it went to sleep. Both sides
 //! need a full barrier between their store and their load: otherwise the host can miss the event index, the controller
-//! can miss the doorbell, and it sleeps for ever. `tests/loom_doorbell.rs` checks [`announce`] and [`listen`].
+//! can miss the doorbell, and it sleeps without end. `tests/loom_doorbell.rs` checks [`announce`] and [`listen`].
 
 use blkyard_mem::View;
 use blkyard_mem::sync::{Ordering, fence};
@@ -18,8 +18,8 @@ pub trait SharedWord {
     fn store(&self, value: u32, order: Ordering);
 }
 
-/// Host: stores a new index, `new`, in a shadow doorbell that held `old`. Says whether the register must be written,
-/// too. What was written before is seen by a controller that sees the index.
+/// Host: stores a new index, `new`, in a shadow doorbell that held `old`. Returns whether the register must be written,
+/// too. A controller that sees the index sees all earlier writes.
 #[inline]
 pub fn announce<W: SharedWord>(doorbell: &W, event: &W, old: u16, new: u16) -> bool {
     doorbell.store(u32::from(new), Ordering::Release);
@@ -159,7 +159,7 @@ impl Doorbell {
         }
     }
 
-    /// Controller: begins to use the shadow doorbell of a queue that exists already, whose index is this.
+    /// Controller: begins to use the shadow doorbell of an existing queue with this index.
     pub(crate) fn start_shadow(&self, index: u32) {
         if let Some((doorbell, event)) = &self.shadow {
             doorbell.store(index, Ordering::Release);

@@ -1,7 +1,7 @@
-//! Host side: what drives an NVMe controller.
+//! Host side: the driver of an NVMe controller.
 //!
-//! [`HostController`] is a controller from its first register access to its end. [`ControllerTransport`] is how it is
-//! reached: registers, memory, doorbells, interrupts. [`HostQueuePair`] is one pair of rings; the driver of an I/O
+//! [`HostController`] is a controller from its first register access to its end. [`ControllerTransport`] is its
+//! access: registers, memory, doorbells, interrupts. [`HostQueuePair`] is one pair of rings; the driver of an I/O
 //! queue, which stands on it, is in `io_queue.rs`. [`Enable`] and [`Disable`] are the register sequences.
 //!
 //! Everything here is a state machine without I/O of its own and without a clock: time is an argument, and a machine

@@ -1,7 +1,7 @@
 //! Identify data: the fields that a block driver uses, by their byte offsets.
 //!
-//! Both sides: the host parses what a controller says, a controller writes what it is. Fields not listed read as
-//! nothing and are written as zero.
+//! Both sides: the host parses a controller's data, a controller writes its own. Fields not listed are ignored and
+//! written as zero.
 
 use blkyard_mq::SECTOR_BYTES;
 
@@ -43,7 +43,7 @@ impl<const N: usize> IdentifyField for [u8; N] {
     }
 }
 
-/// Makes a structure whose fields stand at byte offsets of identify data.
+/// Defines a structure with fields at byte offsets of identify data.
 macro_rules! identify {
     ($(#[$meta:meta])* $name:ident { $($(#[$doc:meta])* $field:ident: $kind:ty = $at:literal,)+ }) => {
         $(#[$meta])*
@@ -181,7 +181,7 @@ impl IdentifyController {
     /// Bytes of a power state descriptor.
     pub const POWER_STATE_BYTES: usize = 32;
 
-    /// Longest transfer, bytes, with pages of 4096 << `page_min` bytes; nothing if it is unlimited.
+    /// Longest transfer, bytes, with pages of 4096 << `page_min` bytes; `None` for unlimited.
     pub fn transfer_bytes_max(&self, page_min: u8) -> Option<u64> {
         let shift = 12 + u32::from(page_min) + u32::from(self.mdts);
         (self.mdts > 0).then(|| 1_u64.checked_shl(shift).unwrap_or(u64::MAX))
@@ -221,7 +221,7 @@ identify! {
         protection_type: u8 = 29,
         /// Bit 0: shared by several controllers (NMIC).
         sharing: u8 = 30,
-        /// Deallocation (DLFEAT): bits 0-2 what deallocated blocks read as, bit 3 Write Zeroes may deallocate.
+        /// Deallocation (DLFEAT): bits 0-2 value of deallocated blocks, bit 3 Write Zeroes may deallocate.
         deallocate_features: u8 = 33,
         /// Atomic write unit, blocks, less one (NAWUN).
         atomic_blocks: u16 = 34,
@@ -229,7 +229,7 @@ identify! {
         atomic_power_fail_blocks: u16 = 36,
         /// Offset of the first atomic boundary, blocks (NABO).
         atomic_offset: u16 = 42,
-        /// Boundary that I/O should not cross, blocks; zero for none (NOIOB).
+        /// Boundary that I/O should not cross, blocks; 0 for none (NOIOB).
         optimal_boundary: u16 = 46,
         /// Preferred write granularity, blocks, less one (NPWG).
         write_granularity: u16 = 64,
@@ -249,7 +249,7 @@ identify! {
         nguid: [u8; 16] = 104,
         /// IEEE extended unique identifier, big-endian (EUI64).
         eui64: [u8; 8] = 120,
-        /// The LBA formats as they stand (LBAF0 to LBAF15).
+        /// The LBA formats (LBAF0 to LBAF15).
         lba_formats: [u8; 64] = 128,
     }
 }
@@ -311,7 +311,7 @@ impl IdentifyNamespace {
         if index <= self.formats { self.lba_format(index) } else { None }
     }
 
-    /// Size in sectors of 512 bytes; nothing if the namespace is not active, or its format or size is not usable.
+    /// Size in sectors of 512 bytes; `None` if the namespace is not active, or its format or size is not usable.
     pub fn capacity_sectors(&self) -> Option<u64> {
         let format = self.current_format().filter(|format| format.is_usable())?;
         let sectors = self.blocks.checked_mul((1 << format.block_shift) / SECTOR_BYTES)?;

@@ -1,12 +1,11 @@
 //! The driver of one I/O queue pair: requests become commands, completions become statuses.
 //!
-//! Owned by one thread, inside whatever is the queue core's driver. It says when the doorbell register was written and
-//! wakes nobody; it knows no registers and no clock. A request's slot is the index of its tag. The data stays where its
-//! segments point, and whoever owns the queue says at which bus address the controller finds that.
+//! Owned by one thread, inside the queue core's driver. It reports writes of the doorbell register and wakes no thread;
+//! it knows no registers and no clock. A request's slot is the index of its tag. The data stays in its segments, and
+//! the owner of the queue provides the controller's bus address of it.
 //!
-//! The owner of the controller says when the queue stops and goes on ([`IoQueueCommand`]), and is told of commands that
-//! are late ([`LateCommand`]); it alone aborts and resets. A request whose command fails is sent again as its status
-//! allows.
+//! The owner of the controller stops and resumes the queue ([`IoQueueCommand`]), and is told of late commands
+//! ([`LateCommand`]); it alone aborts and resets. A request whose command fails is sent again as its status allows.
 
 use blkyard_mem::Segment;
 use blkyard_mq::{Batch, BioFlags, Done, Op, Shortage, Status, Tag, TimedOut};
@@ -17,31 +16,31 @@ use crate::{
     control, io,
 };
 
-/// What the owner of the controller has a queue do. Each but `Start` and `Fail` is answered by an [`IoQueueReport`].
+/// Command of the controller's owner to a queue. Each except `Start` and `Fail` is answered by an [`IoQueueReport`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IoQueueCommand {
-    /// To send nothing more. Requests wait.
+    /// Send nothing more. Requests wait.
     Stop,
-    /// The same, but to report only when nothing is in flight.
+    /// The same, and report when no command is in flight.
     Drain,
-    /// The controller is silent: to complete what it has completed, give up the rest, and empty the rings.
+    /// The controller is silent: handle its completions, give up the rest, and empty the rings.
     Cancel,
-    /// The queue was created anew: to go on.
+    /// The queue was created again: continue.
     Start,
     /// There is no controller: to fail all requests.
     Fail,
 }
 
-/// What a queue has done.
+/// Report of a queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IoQueueReport {
-    /// It sends nothing more.
+    /// It sends no more commands.
     Stopped,
-    /// Nothing is in flight, and the rings are empty.
+    /// No command is in flight, and the rings are empty.
     Cancelled,
 }
 
-/// A command whose time is up, as the owner of its queue saw it.
+/// A command that has exceeded its timeout, as seen by the owner of its queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LateCommand {
     /// Its queue.
@@ -75,11 +74,11 @@ pub struct IoQueue {
     parked: Box<[Option<Tag>]>,
     retries: Retries,
     mode: QueueMode,
-    /// It has to report when nothing is in flight.
+    /// To report when no command is in flight.
     wants_drain: bool,
-    /// The next poll has to give up what is in flight.
+    /// To give up commands in flight at the next poll.
     wants_cancel: bool,
-    /// The next poll has to fail what waits here.
+    /// To fail waiting requests at the next poll.
     wants_fail: bool,
     report: Option<IoQueueReport>,
     late: Vec<LateCommand>,
@@ -117,9 +116,8 @@ impl IoQueue {
         self.pair.depth()
     }
 
-    /// Takes requests from the batch and announces their commands, all at once. `translate` says at which bus address
-    /// the controller finds the bytes of a segment, or nothing if it does not reach them. Says whether the doorbell
-    /// register was written.
+    /// Takes requests from the batch and announces their commands at once. `translate` returns the controller's bus
+    /// address of a segment, or `None` if it cannot reach it. Returns whether the doorbell register was written.
     #[inline]
     pub fn queue(&mut self, batch: &mut Batch<'_>, translate: impl Fn(Segment) -> Option<u64> + Copy) -> bool {
         if self.mode != QueueMode::Running {
@@ -195,7 +193,7 @@ impl IoQueue {
         }
     }
 
-    /// Hands over what the controller has completed. Says whether the doorbell register was written.
+    /// Returns completions. The result says whether the doorbell register was written.
     #[inline]
     pub fn poll(&mut self, done: &mut Done<'_>, now_ns: u64) -> bool {
         self.retries.requeue_due(done, now_ns);
@@ -206,7 +204,7 @@ impl IoQueue {
         is_rung
     }
 
-    /// Whether it must be polled although nothing may be in flight: a command waits to be carried out.
+    /// Whether it must be polled although no command may be in flight: a command of the owner is pending.
     #[inline]
     pub fn wants_poll(&self) -> bool {
         self.wants_cancel || self.wants_fail
@@ -217,7 +215,7 @@ impl IoQueue {
         let IoQueue { pair, lists, parked, retries, .. } = self;
         pair.poll(|completed| {
             lists.release(completed.slot);
-            // The queue pair hands over only what was pushed.
+            // The queue pair returns only pushed commands.
             let Some(tag) = parked[usize::from(completed.slot)].take() else { return };
             if completed.status.is_success() && retries.is_empty() {
                 done.complete(tag, Status::Ok);
@@ -227,21 +225,20 @@ impl IoQueue {
         })
     }
 
-    /// Whether a completion is there to be polled, or a command of the controller's owner to be carried out.
+    /// Whether a completion is available, or a command of the controller's owner is pending.
     #[inline]
     pub fn is_pending(&self) -> bool {
         self.wants_poll() || self.pair.is_pending()
     }
 
-    /// When it must be polled next, although nothing outside may wake it: a delay before a retry is over.
+    /// Latest time of the next poll, without an event: a delay before a retry ends.
     #[inline]
     pub fn deadline_ns(&self) -> Option<u64> {
         self.retries.deadline_ns()
     }
 
-    /// The request of this slot has been in flight for longer than it may, and is not among what the controller has
-    /// completed. The owner of the controller is [told](IoQueue::take_late); until it has proven the controller silent
-    /// the request stays.
+    /// The request of this slot has exceeded its timeout, and is not among the completions. The owner of the controller
+    /// is [told](IoQueue::take_late); until it has proven the controller silent the request stays.
     pub fn timed_out(&mut self, slot: u16) -> TimedOut {
         if let (QueueMode::Running, Some(cid), Some(sequence)) =
             (self.mode, self.pair.cid(slot), self.pair.sequence(slot))
@@ -257,7 +254,7 @@ impl IoQueue {
         self.late.drain(..)
     }
 
-    /// Takes a command of the controller's owner. What it needs of the queue core is done at the next poll.
+    /// Takes a command of the controller's owner. Parts that need the queue core are done at the next poll.
     pub fn command(&mut self, command: IoQueueCommand) {
         match command {
             IoQueueCommand::Stop => self.stopped(),
@@ -272,7 +269,7 @@ impl IoQueue {
         }
     }
 
-    /// What it has done since the last call.
+    /// Report since the last call.
     pub fn take_report(&mut self) -> Option<IoQueueReport> {
         self.report.take()
     }
@@ -282,7 +279,7 @@ impl IoQueue {
         self.report = Some(IoQueueReport::Stopped);
     }
 
-    /// Carries out what was commanded. What the controller has completed was handed over just before.
+    /// Executes the pending command. Completions were handled just before.
     #[cold]
     fn carry_out(&mut self, done: &mut Done<'_>, now_ns: u64) {
         if self.wants_drain && self.pair.in_flight() == 0 {
@@ -304,7 +301,7 @@ impl IoQueue {
         }
     }
 
-    /// The queue pair, for what only it knows.
+    /// The queue pair, for its own queries.
     pub fn pair(&self) -> &HostQueuePair {
         &self.pair
     }

@@ -59,5 +59,5 @@ pub use sqe::{DSM_RANGE_BYTES, DsmRange, Psdt, SQE_BYTES, Sqe, admin, cns, contr
 pub use status::NvmeStatus;
 pub use walk::DataWalker;
 
-/// Bytes of a controller's memory page: 4096, CC.MPS 0, whatever the pages of the host.
+/// Bytes of a controller's memory page: 4096, CC.MPS 0, for any page size of the host.
 const PAGE: u64 = 4096;

@@ -143,11 +143,11 @@ impl ListPool {
     }
 
     /// The data pointer of a command whose data is `bytes` in these segments. With an SGL threshold the controller
-    /// takes SGLs: they are used where PRP entries cannot be, and, if the threshold is not zero, where the average
-    /// segment has at least so many bytes. Holds on to the slot's lists until [`ListPool::release`].
+    /// accepts SGLs: they are used where PRP entries cannot be, and, if the threshold is not zero, where the average
+    /// segment has at least so many bytes. Uses the slot's lists until [`ListPool::release`].
     ///
     /// # Errors
-    /// See [`ListError`]; the slot holds nothing then.
+    /// See [`ListError`]; the slot uses no list then.
     #[inline]
     pub fn map(
         &mut self,
@@ -176,10 +176,10 @@ impl ListPool {
         }
     }
 
-    /// Two PRP entries for these segments, the second one that of a list if need be.
+    /// Two PRP entries for these segments, the second one that of a list if necessary.
     ///
     /// # Errors
-    /// See [`ListError`]; the slot holds nothing then.
+    /// See [`ListError`]; the slot uses no list then.
     #[inline]
     pub fn prp(
         &mut self,
@@ -250,7 +250,7 @@ impl ListPool {
     /// An SGL for these segments: one descriptor, or a list of them.
     ///
     /// # Errors
-    /// See [`ListError`]; the slot holds nothing then.
+    /// See [`ListError`]; the slot uses no list then.
     pub fn sgl(
         &mut self,
         slot: u16,
@@ -300,7 +300,7 @@ impl ListPool {
         Ok((count as u16, [self.addr + at as u64, 0]))
     }
 
-    /// Gives back what a slot holds: its command is over.
+    /// Frees the lists of a slot: its command has ended.
     #[inline]
     pub fn release(&mut self, slot: u16) {
         let held = &mut self.held[usize::from(slot)];
@@ -310,7 +310,7 @@ impl ListPool {
         }
     }
 
-    /// List pages that nobody holds.
+    /// Free list pages.
     pub fn free_pages(&self) -> usize {
         self.free_pages.len()
     }

@@ -1,7 +1,7 @@
-//! Host and controller on one thread, over one queue pair in memory: a queue of requests on one side, whoever serves
-//! bios on the other. For tests, benchmarks and studies, which so see both sides and nothing else.
+//! Host and controller on one thread, over one queue pair in memory: a queue of requests on one side, a server of bios
+//! on the other. For tests, benchmarks and studies.
 //!
-//! The controller has its turn when the driver is polled, and completes each command at once.
+//! The controller runs when the driver is polled, and completes each command at once.
 
 use std::io;
 use std::sync::Arc;
@@ -23,12 +23,12 @@ const NSID: u32 = 1;
 const QUEUE_ADDR: u64 = 1 << 32;
 const REGION_SPACE: u64 = 1 << 40;
 
-/// What a loopback is made of.
+/// Configuration of a loopback.
 #[derive(Clone, Debug)]
 pub struct NvmeLoopbackConfig {
-    /// What the controller says of itself.
+    /// Identify data of the controller.
     pub controller: IdentifyController,
-    /// What it says of its namespace.
+    /// Identify data of its namespace.
     pub namespace: IdentifyNamespace,
     /// Entries of each ring.
     pub entries: u16,
@@ -127,7 +127,7 @@ impl<S: FnMut(&Bio, &RegionTable) -> Status> LoopbackController<S> {
         if !self.is_running {
             return;
         }
-        // A broken queue says so each time, and brings nothing.
+        // A broken queue returns an error each time, and no command.
         while let Ok(Some(Fetched { token, sqe })) = self.pair.fetch() {
             let LoopbackController { parser, format, serve, bio, map, .. } = self;
             let status = match parser.parse(&sqe, format, map, bio) {
@@ -140,7 +140,7 @@ impl<S: FnMut(&Bio, &RegionTable) -> Status> LoopbackController<S> {
                     NvmeStatus::from_status(status)
                 }
                 Ok(IoCommand::Nothing) => NvmeStatus::SUCCESS,
-                // It has no memory of its own to read into.
+                // It has no private memory to read into.
                 Ok(IoCommand::Compare | IoCommand::Verify) => NvmeStatus::INVALID_OPCODE.with_dnr(),
                 Err(status) => status,
             };
@@ -169,7 +169,7 @@ impl<S: FnMut(&Bio, &RegionTable) -> Status, Cx: ?Sized> Driver<Cx> for NvmeLoop
     #[inline]
     fn queue_rqs(&mut self, _cx: &mut Cx, _memory: &RegionTable, batch: &mut Batch<'_>) {
         let map = &self.controller.map;
-        // The controller looks whenever it has its turn.
+        // The controller polls in its turn.
         let _ = self.host.queue(batch, |segment| map.addr(segment));
     }
 

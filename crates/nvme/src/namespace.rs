@@ -1,6 +1,6 @@
 //! A namespace as the queue core sees it: identify data becomes a [`DeviceInfo`] with its limits.
 //!
-//! Host side. What a controller says is checked for sense: a namespace that the queue core cannot use is none.
+//! Host side. A controller's data is checked: a namespace that the queue core cannot use is ignored.
 
 use blkyard_mq::{DeviceInfo, QueueLimits, SECTOR_BYTES, SECTOR_SHIFT};
 
@@ -13,21 +13,21 @@ const SGL_THRESHOLD: u32 = 32 << 10;
 /// Longest discard, sectors: 512 GiB, so that sums of lengths fit 32 bits.
 const DISCARD_SECTORS_MAX: u32 = 1 << 30;
 
-/// What the driver of a queue must know of a namespace.
+/// Properties of a namespace for the driver of a queue.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NvmeNamespace {
     /// Namespace identifier.
     pub nsid: u32,
     /// Sectors of 512 bytes in a logical block, as a power of two.
     pub sector_shift: u8,
-    /// Average segment from which on an SGL is preferred; nothing if the controller takes none.
+    /// Average segment from which an SGL is preferred; `None` if the controller accepts none.
     pub sgl_threshold: Option<u32>,
 }
 
 impl NvmeNamespace {
-    /// A namespace of a controller whose smallest page is 4096 bytes, and what the queue core is to know of it.
+    /// A namespace of a controller whose smallest page is 4096 bytes, and its properties for the queue core.
     ///
-    /// Nothing if it is not active, has metadata, or has blocks or a size that cannot be used.
+    /// `None` if it is not active, has metadata, or has blocks or a size that cannot be used.
     pub fn new(
         nsid: u32,
         controller: &IdentifyController,
@@ -96,7 +96,7 @@ fn discard_sectors(nvm: &NvmLimits, sector_shift: u8) -> u32 {
     sectors.and_then(|sectors| u32::try_from(sectors).ok()).unwrap_or(u32::MAX).min(DISCARD_SECTORS_MAX)
 }
 
-/// The preferred write granularity, but no more than what is written whole when power fails.
+/// The preferred write granularity, at most the unit that is written atomically in a power failure.
 fn physical_block(controller: &IdentifyController, namespace: &IdentifyNamespace, block: u32) -> u32 {
     let of_namespace = namespace.features & 1 << 1 != 0 && namespace.atomic_power_fail_blocks > 0;
     let atomic = match (namespace.atomic_offset, of_namespace) {
@@ -195,7 +195,7 @@ mod tests {
             let format = LbaFormat { metadata_bytes, block_shift, performance: 0 };
             assert!(device(|_, namespace| namespace.set_lba_format(0, format)).is_none(), "{format:?}");
         }
-        // Whatever a controller says, what comes of it can be used.
+        // For any data of a controller, the result can be used.
         for byte in [1, 0x7f, 0x80, 0xff] {
             let controller = IdentifyController::parse(&[byte; 4096]);
             let mut namespace = IdentifyNamespace::parse(&[byte; 4096]);

@@ -6,7 +6,7 @@ use blkyard_mq::{Bio, BioFlags, Op, SECTOR_SHIFT};
 
 use crate::{DSM_RANGE_BYTES, DataWalker, DmaMap, DsmRange, NvmeStatus, Sqe, control, io};
 
-/// What a controller must know of a namespace to parse commands for it.
+/// Properties of a namespace for a controller's parser.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NamespaceFormat {
     /// Namespace identifier.
@@ -30,7 +30,7 @@ pub enum IoCommand {
     Compare,
     /// The bio has the range, whose blocks are to be read without a transfer.
     Verify,
-    /// There is nothing to do.
+    /// No operation is needed.
     Nothing,
 }
 
@@ -154,8 +154,8 @@ impl IoParser {
         Ok(IoCommand::Deallocate)
     }
 
-    /// Fills in the bio that discards the next range, the last one first; nothing once all are done. Empty ranges are
-    /// left out, and those longer than a bio are discarded in parts.
+    /// Fills in the bio that discards the next range, the last one first; false once all are done. Empty ranges are
+    /// skipped, and those longer than a bio are discarded in parts.
     pub fn discard(&mut self, namespace: &NamespaceFormat, bio: &mut Bio) -> bool {
         let blocks_max = u32::MAX >> namespace.sector_shift();
         while let Some(range) = self.ranges.pop() {

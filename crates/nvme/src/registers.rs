@@ -1,6 +1,6 @@
-//! Controller registers: offsets, fields, and the places of doorbells.
+//! Controller registers: offsets, fields, and the positions of doorbells.
 //!
-//! Values only. Whoever maps the registers reads and writes them.
+//! Values only. The owner of the mapping reads and writes them.
 
 /// Controller capabilities, 64 bits.
 pub const CAP: usize = 0x00;
@@ -16,7 +16,7 @@ pub const CC: usize = 0x14;
 pub const CSTS: usize = 0x1c;
 /// NVM subsystem reset, 32 bits.
 pub const NSSR: usize = 0x20;
-/// What is written to [`NSSR`] to reset the subsystem: "NVMe".
+/// Value written to [`NSSR`] to reset the subsystem: "NVMe".
 pub const NSSR_RESET: u32 = 0x4e56_4d65;
 /// Admin queue attributes, 32 bits.
 pub const AQA: usize = 0x24;

@@ -55,7 +55,7 @@ pub mod admin {
     pub const FORMAT: u8 = 0x80;
 }
 
-/// What an Identify command asks for (CNS).
+/// Kinds of data for an Identify command (CNS).
 pub mod cns {
     /// Namespace data.
     pub const NAMESPACE: u8 = 0x00;
@@ -149,7 +149,7 @@ impl DsmRange {
     }
 }
 
-/// A submission queue entry, as the eight words of memory that it is. Zero wherever nothing was set.
+/// A submission queue entry, as eight words of memory. Zero where unset.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Sqe(pub [u64; 8]);
 
@@ -181,7 +181,7 @@ impl Sqe {
         sqe
     }
 
-    /// Identify. `id` is the controller for what concerns one, `csi` the command set.
+    /// Identify. `id` is the controller for data of one, `csi` the command set.
     pub const fn identify(cns: u8, nsid: u32, id: u16, csi: u8) -> Sqe {
         let mut sqe = Sqe::new(admin::IDENTIFY, nsid);
         sqe.0[5] = cns as u64 | (id as u64) << 16 | (csi as u64) << 56;
@@ -292,7 +292,7 @@ impl Sqe {
         (self.0[0] >> 8 & 3) as u8
     }
 
-    /// How it names its data; nothing for the reserved value.
+    /// Kind of its data pointer; `None` for the reserved value.
     #[inline]
     pub const fn psdt(&self) -> Option<Psdt> {
         match self.0[0] >> 14 & 3 {

@@ -1,4 +1,4 @@
-//! Status codes, and what they mean to the queue core.
+//! Status codes, and their meaning for the queue core.
 
 use blkyard_mq::Status;
 
@@ -54,7 +54,7 @@ codes! {
     COMMAND_SEQUENCE = 0x00c, "command sequence error";
     /// A segment or last-segment descriptor is invalid.
     INVALID_SGL_SEGMENT = 0x00d, "invalid SGL segment descriptor";
-    /// A segment descriptor stands where it may not, or there are too many.
+    /// A segment descriptor in an invalid position, or too many.
     INVALID_SGL_COUNT = 0x00e, "invalid number of SGL descriptors";
     /// The SGL's length is not that of the data.
     INVALID_DATA_SGL_LENGTH = 0x00f, "data SGL length invalid";
@@ -62,7 +62,7 @@ codes! {
     INVALID_METADATA_SGL_LENGTH = 0x010, "metadata SGL length invalid";
     /// A descriptor type or subtype that is not supported.
     INVALID_SGL_TYPE = 0x011, "SGL descriptor type invalid";
-    /// A PRP entry has an offset where there may be none.
+    /// A PRP entry with an invalid offset.
     INVALID_PRP_OFFSET = 0x013, "PRP offset invalid";
     /// A data block's address or length is not in dwords.
     INVALID_SGL_GRANULARITY = 0x01e, "SGL data block granularity invalid";
@@ -165,7 +165,7 @@ impl NvmeStatus {
         self.0 & CODE == 0
     }
 
-    /// Which of the controller's retry delays (CRDT1 to CRDT3) to wait before a retry; zero for none.
+    /// Index of the controller's retry delay (CRDT1 to CRDT3) before a retry; 0 for none.
     pub const fn retry_delay(self) -> u8 {
         (self.0 >> 11 & 3) as u8
     }
@@ -191,8 +191,8 @@ impl NvmeStatus {
         NvmeStatus(self.0 | DNR)
     }
 
-    /// What it means to the queue core. Linux's TARGET, PROTECTION, RESV_CONFLICT, TRANSPORT and zone statuses have
-    /// no counterpart there and become [`Status::Io`].
+    /// Its status in the queue core. Linux's TARGET, PROTECTION, RESV_CONFLICT, TRANSPORT and zone statuses have no
+    /// counterpart there and become [`Status::Io`].
     pub fn to_status(self) -> Status {
         match self.without_flags() {
             NvmeStatus::SUCCESS => Status::Ok,
@@ -211,8 +211,8 @@ impl NvmeStatus {
         }
     }
 
-    /// What a controller answers for a status of the queue core, if the command wrote: a medium that fails a write did
-    /// not take the data.
+    /// A controller's status for one of the queue core, if the command wrote: a medium that fails a write did not take
+    /// the data.
     pub fn from_write_status(status: Status) -> NvmeStatus {
         if status == Status::Medium { NvmeStatus::WRITE_FAULT } else { NvmeStatus::from_status(status) }
     }
@@ -223,7 +223,7 @@ impl NvmeStatus {
         NvmeStatus(self.0 | MORE)
     }
 
-    /// What a controller answers for a status of the queue core.
+    /// A controller's status for one of the queue core.
     pub fn from_status(status: Status) -> NvmeStatus {
         match status {
             Status::Ok => NvmeStatus::SUCCESS,

@@ -1,8 +1,8 @@
 //! Data pointers of commands, controller side: PRP entries and lists, and SGLs, become segments.
 //!
-//! All that a host writes is hostile. Each list is copied out of shared memory once, in parts, and the copy is checked.
-//! The number of steps is bounded by the length of the data and by [`SGL_DESCRIPTORS_MAX`]. What is refused has the
-//! exact status, with "do not retry".
+//! All input of a host is hostile. Each list is copied out of shared memory once, in parts, and the copy is checked.
+//! The number of steps is bounded by the length of the data and by [`SGL_DESCRIPTORS_MAX`]. A refusal has the exact
+//! status, with "do not retry".
 
 use blkyard_mem::Segment;
 
@@ -165,7 +165,7 @@ impl DataWalker {
             let is_end = (number + 1) * SGL_BYTES == len;
             next = walk.take([word(0), word(8)], is_end, found)?;
         }
-        // A last segment ends there, any other goes on.
+        // A last segment ends there, any other continues.
         if next.is_some() == segment.is_last {
             return Err(refused(NvmeStatus::INVALID_SGL_SEGMENT));
         }
@@ -225,7 +225,7 @@ fn page_aligned(addr: u64) -> Result<u64, NvmeStatus> {
     if addr.is_multiple_of(PAGE) { Ok(addr) } else { Err(refused(NvmeStatus::INVALID_PRP_OFFSET)) }
 }
 
-/// What a host has made wrong stays wrong.
+/// A host's mistake is permanent.
 const fn refused(status: NvmeStatus) -> NvmeStatus {
     status.with_dnr()
 }

@@ -19,10 +19,10 @@ use rustix::net::{RecvFlags, SendFlags};
 use crate::vfio_user::VfioUserError;
 use crate::vfio_user::session::{ClientSession, DESCRIPTORS_MAX, PeerLimits, SessionEvent, VfioAnswer};
 
-/// Replies to commands of the server that wait for room in the socket. With so many, nothing more is read.
+/// Limit of replies to the server's commands that wait for room in the socket; at the limit nothing more is read.
 const REPLIES_MAX: usize = 4;
 
-/// Reads of the socket in one look: a server that never stops sending holds nobody up.
+/// Reads of the socket at a time: a server that never stops sending blocks no other work.
 const READS_MAX: usize = 64;
 
 /// Memory of ours that the server may ask for by message.
@@ -33,7 +33,7 @@ pub(crate) trait DmaMemory {
     fn write(&self, access: DmaAccess, from: &[u8]) -> bool;
 }
 
-/// A message on its way out.
+/// A message being sent.
 #[derive(Debug)]
 struct Outgoing {
     bytes: Vec<u8>,
@@ -49,7 +49,7 @@ pub(crate) struct ServerConnection {
     session: ClientSession<OwnedFd>,
     out: VecDeque<Outgoing>,
     clock: Arc<dyn TimeSource>,
-    /// Readable when the device is let go of: then no reply is waited for.
+    /// Readable when the device is closed: then no reply is waited for.
     end: Arc<EventFd>,
     /// Why the connection is of no use any more.
     failed: Option<VfioUserError>,
@@ -70,7 +70,7 @@ impl ServerConnection {
         Ok(connection)
     }
 
-    /// What the server takes.
+    /// Limits of the server.
     pub(crate) fn peer(&self) -> PeerLimits {
         self.session.peer().expect("a version was agreed on when the connection was opened")
     }
@@ -80,7 +80,7 @@ impl ServerConnection {
         self.failed.as_ref()
     }
 
-    /// Whether the server has closed its end: it has let go of our memory, or its process has ended.
+    /// Whether the server has closed its end: it has released our memory, or its process has ended.
     pub(crate) fn is_closed_by_peer(&self) -> bool {
         is_ready(&self.stream, PollFlags::empty())
     }
@@ -119,7 +119,7 @@ impl ServerConnection {
         })
     }
 
-    /// Ends the connection with the first error. The server sees that nothing more will come.
+    /// Ends the connection at the first error, with a shutdown that the server sees.
     fn guarded<T>(
         &mut self,
         work: impl FnOnce(&mut ServerConnection) -> Result<T, VfioUserError>,
@@ -129,7 +129,7 @@ impl ServerConnection {
         }
         work(self).inspect_err(|error| {
             self.failed = Some(error.clone());
-            // One that has closed already needs not be told.
+            // A server that has closed already needs no shutdown.
             let _ = self.stream.shutdown(Shutdown::Write);
         })
     }
@@ -155,7 +155,7 @@ impl ServerConnection {
         }
     }
 
-    /// Sends what there is room for.
+    /// Sends as much as there is room for.
     fn send(&mut self) -> Result<(), VfioUserError> {
         while let Some(message) = self.out.front_mut() {
             let descriptors: Vec<_> = message.descriptors.iter().map(AsFd::as_fd).collect();
@@ -231,9 +231,9 @@ impl AsFd for ServerConnection {
     }
 }
 
-/// What one read of the socket has brought.
+/// Result of one read of the socket.
 enum Received {
-    /// Nothing has come.
+    /// No data.
     Nothing,
     /// A part of a message, or a command of the server, which is carried out.
     Part,

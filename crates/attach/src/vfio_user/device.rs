@@ -41,7 +41,7 @@ pub struct VfioUserConfig {
     pub reply_max: Duration,
     /// Interrupt vectors to use, at most as many as the device has.
     pub vectors_max: u16,
-    /// Readable when the device is let go of: then no reply is waited for.
+    /// Readable when the device is closed: then no reply is waited for.
     pub end: Arc<EventFd>,
 }
 
@@ -63,7 +63,7 @@ impl VfioUserConfig {
     }
 }
 
-/// The connection, and what the server has mapped.
+/// The connection, and the memory mapped by the server.
 #[derive(Debug)]
 pub(crate) struct DeviceState {
     connection: ServerConnection,
@@ -170,7 +170,7 @@ impl VfioUserController {
         &self.dma_changed
     }
 
-    /// Has the server map what the domain lists, and let go of all else.
+    /// Has the server map the domain's regions, and unmap all others.
     ///
     /// # Errors
     /// See [`VfioUserError`].
@@ -181,8 +181,8 @@ impl VfioUserController {
         memory.sync(connection, &self.domain)
     }
 
-    /// Where the device finds a byte of a region that the domain lists; it is mapped first if it is new. None if the
-    /// server cannot map it, or does not answer any more.
+    /// Device address of a byte of a region that the domain lists; a new region is mapped first. `None` if the server
+    /// cannot map it, or does not answer any more.
     pub fn mapped_address(&self, region: &Arc<Region>, offset: u64) -> Option<u64> {
         self.sync_dma().ok()?;
         self.lock().memory.address(region, offset)
@@ -218,7 +218,7 @@ impl VfioUserController {
         self.lock().connection.failure().cloned()
     }
 
-    /// Whether the server has closed the connection: it has let go of our memory, or has ended.
+    /// Whether the server has closed the connection: it has released our memory, or has ended.
     pub fn is_closed_by_server(&self) -> bool {
         self.lock().connection.is_closed_by_peer()
     }
@@ -231,7 +231,7 @@ impl VfioUserController {
         self.lock().connection.as_fd().try_clone_to_owned()
     }
 
-    /// What a driver does once after a reset: BAR 0, bus master, interrupts.
+    /// A driver's work after a reset: BAR 0, bus master, interrupts.
     fn prepare(&mut self) -> Result<(), VfioUserError> {
         let (msix, bar0_bytes) = (self.msix, self.bar0_bytes);
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);

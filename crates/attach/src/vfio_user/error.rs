@@ -4,8 +4,7 @@ use std::time::Duration;
 
 use blkyard_wire::vfio_user::{Command, FrameError, MessageError};
 
-/// What went wrong between us and a server. The connection is of no use after it, except for
-/// [`VfioUserError::Refused`].
+/// Error between us and a server. The connection is unusable after it, except for [`VfioUserError::Refused`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum VfioUserError {
     /// The socket cannot be connected to.
@@ -13,7 +12,7 @@ pub enum VfioUserError {
     Socket {
         /// Path of the socket.
         socket: String,
-        /// What the system said.
+        /// The system's error.
         cause: String,
     },
     /// The server has closed the connection.
@@ -36,7 +35,7 @@ pub enum VfioUserError {
     /// The server sent a message that the protocol does not allow.
     #[error("the server sent an invalid message: {0}; check that the socket belongs to a vfio-user server")]
     Message(#[from] MessageError),
-    /// The server answered what it was not asked.
+    /// A reply without a request.
     #[error("the server answered message {id}, which is not in flight; see its log")]
     UnknownReply {
         /// Id of the reply.
@@ -45,7 +44,7 @@ pub enum VfioUserError {
     /// The reply names another command than the message with its id.
     #[error("the server answered {asked} with command {came}; see its log")]
     OtherCommand {
-        /// What was asked.
+        /// The request.
         asked: Command,
         /// Number of the command in the reply.
         came: u16,
@@ -75,10 +74,10 @@ pub enum VfioUserError {
         /// Its error number; 0 if it named none.
         errno: u32,
     },
-    /// The device lacks what an NVMe controller has.
+    /// A part of an NVMe controller is missing.
     #[error("the device has no {what}; check that the socket belongs to an NVMe controller")]
     Device {
-        /// What it lacks.
+        /// Missing part.
         what: &'static str,
     },
     /// A part of a region that the server offers cannot be mapped.

@@ -1,7 +1,7 @@
-//! Memory of ours that the server has mapped: what the domain lists, as far as it has a file.
+//! Memory of ours that the server has mapped: the domain's regions, as far as they have a file.
 //!
-//! The address by which the device knows a byte is ours. A region stays alive until the server has confirmed that it
-//! let go of it. See `docs/adr/0041-an-nvme-controller-over-vfio-user.md`.
+//! The device's address of a byte is ours. A region stays alive until the server has confirmed that it released it. See
+//! `docs/adr/0041-an-nvme-controller-over-vfio-user.md`.
 
 use std::sync::Arc;
 
@@ -30,12 +30,12 @@ pub(crate) struct ServerMemory {
 }
 
 impl ServerMemory {
-    /// Has the server map what the domain lists now, and unmap all else.
+    /// Has the server map the domain's present regions, and unmap all others.
     ///
     /// # Errors
-    /// The connection is of no use any more. A region that the server refuses to map has no address, and is no error.
+    /// The connection is unusable. A region that the server refuses to map has no address, and is no error.
     pub(crate) fn sync(&mut self, connection: &mut ServerConnection, domain: &DmaDomain) -> Result<(), VfioUserError> {
-        // Read before the list: a change between the two is looked at again.
+        // Read before the list: a change between the two is handled next time.
         let changes = domain.changes();
         if changes == self.seen {
             return Ok(());
@@ -63,7 +63,7 @@ impl ServerMemory {
         Ok(())
     }
 
-    /// Where the server finds a byte of a region; none if it has not mapped it.
+    /// Server address of a byte of a region; `None` if it has not mapped it.
     pub(crate) fn address(&self, region: &Arc<Region>, offset: u64) -> Option<u64> {
         let listed = self.listed.iter().find(|listed| Arc::ptr_eq(&listed.region, region))?;
         (offset < listed.mapped).then(|| listed.address + offset)

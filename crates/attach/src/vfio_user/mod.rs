@@ -1,8 +1,8 @@
-//! vfio-user: how an NVMe controller that another process serves is reached.
+//! vfio-user: access to an NVMe controller that another process serves.
 //!
-//! What is said is a state machine (`session.rs`), over a socket (`connection.rs`). The rest is what a PCI driver does
-//! (`pci.rs`), the memory that the server maps (`memory.rs`), the controller (`device.rs`), and the same as a transport
-//! of the NVMe host (`transport.rs`). The NVMe host itself is in crate `nvme`.
+//! The protocol is a state machine (`session.rs`), over a socket (`connection.rs`). Further parts: the work of a PCI
+//! driver (`pci.rs`), the memory that the server maps (`memory.rs`), the controller (`device.rs`), and the transport of
+//! the NVMe host (`transport.rs`). The NVMe host itself is in crate `nvme`.
 
 mod connection;
 mod device;

@@ -1,7 +1,7 @@
-//! What a PCI driver does before it touches the registers of a device: memory and bus master on, BAR 0 placed, MSI-X
-//! found and enabled.
+//! Set-up of a PCI device before its registers are used: memory and bus master on, BAR 0 placed, MSI-X found and
+//! enabled.
 //!
-//! A server may emulate a device that answers only then (QEMU's does). The guest's firmware and kernel do it elsewhere.
+//! A server may emulate a device that responds only then (QEMU's does). In a guest firmware and kernel do it.
 
 use blkyard_wire::vfio_user::region_index::CONFIG;
 
@@ -26,7 +26,7 @@ pub(crate) const CONFIG_BYTES: u64 = 256;
 /// Capabilities that fit into them.
 const CAPABILITIES_MAX: usize = 48;
 
-/// Where the device would be in memory. The server does not use the address; zero would mean that it has none.
+/// Address of the device in memory. The server does not use it; zero would mean unset.
 const BAR0_ADDRESS: u32 = 0x1000_0000;
 
 /// Bytes of an entry of the MSI-X table, and the word that masks a vector.

@@ -1,8 +1,8 @@
 //! The client's side of a connection as a state machine: bytes and descriptors in; messages, events and a deadline out.
 //!
-//! The owner sends what [`ClientSession::request`] returns and feeds what it receives to [`ClientSession::receive`],
-//! [`ClientSession::wanted`] bytes at most. A reply is matched with its command by its id and compared with it. After
-//! an error the session is over. Knows no socket, waits for nothing and reads no clock.
+//! The owner sends the result of [`ClientSession::request`] and feeds received bytes to [`ClientSession::receive`],
+//! [`ClientSession::wanted`] at most. A reply is matched with its command by its id and compared with it. After an
+//! error the session is over. Knows no socket, never waits and reads no clock.
 
 use std::time::{Duration, Instant};
 
@@ -23,7 +23,7 @@ const REGION_REPLY_MAX: u32 = 4096;
 /// Commands in flight.
 const IN_FLIGHT_MAX: usize = 64;
 
-/// What the server takes.
+/// Limits of the server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PeerLimits {
     /// Bytes of data in one message.
@@ -34,7 +34,7 @@ pub(crate) struct PeerLimits {
     pub(crate) dma_maps: usize,
 }
 
-/// What has come from the server.
+/// An event from the server.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum SessionEvent<D> {
     /// The reply to a command, or the errno with which it was refused.
@@ -50,7 +50,7 @@ pub(crate) enum SessionEvent<D> {
 pub(crate) enum VfioAnswer<D> {
     /// Done; also the answer to VERSION, after which [`ClientSession::peer`] is set.
     Done,
-    /// What the device consists of.
+    /// Parts of the device.
     Device(DeviceRegions),
     /// A region, and the descriptors that came with it.
     Region(RegionInfo, Vec<D>),
@@ -62,7 +62,7 @@ pub(crate) enum VfioAnswer<D> {
     Data(Vec<u8>),
 }
 
-/// What a command asked, as far as its reply has to match.
+/// Fields of a command that its reply has to match.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Asked {
     Version,
@@ -78,10 +78,10 @@ enum Asked {
 }
 
 impl Asked {
-    /// What a client of NVMe asks.
+    /// Fields of a request of an NVMe client.
     ///
     /// # Panics
-    /// For all else.
+    /// For all other requests.
     fn of(request: &VfioRequest<'_>) -> Asked {
         match request {
             VfioRequest::Version(_) => Asked::Version,
@@ -124,20 +124,20 @@ pub(crate) struct ClientSession<D> {
 }
 
 impl<D> ClientSession<D> {
-    /// A connection on which nothing was said yet.
+    /// A connection without messages so far.
     pub(crate) fn new(reply_max: Duration) -> ClientSession<D> {
         let reader = FrameReader::new(FrameLimits::for_data(DATA_BYTES_MAX, DESCRIPTORS_MAX));
         ClientSession { reader, in_flight: Vec::new(), next_id: 0, peer: None, reply_max }
     }
 
-    /// What is proposed to the server. It is the first request.
+    /// The proposal to the server, which is the first request.
     pub(crate) fn proposal() -> VfioRequest<'static> {
         let (major, minor) = VERSION;
         let capabilities = VfioCapabilities { max_msg_fds: DESCRIPTORS_MAX as u64, ..VfioCapabilities::default() };
         VfioRequest::Version(VfioVersion { major, minor, capabilities })
     }
 
-    /// What the server takes; unset before a version is agreed on.
+    /// Limits of the server; unset before the version is negotiated.
     pub(crate) fn peer(&self) -> Option<PeerLimits> {
         self.peer
     }
@@ -189,7 +189,7 @@ impl<D> ClientSession<D> {
         self.reader.end().map_or_else(VfioUserError::from, |()| VfioUserError::Closed)
     }
 
-    /// Takes in what was received.
+    /// Handles received bytes.
     ///
     /// # Errors
     /// The session is over.
@@ -231,7 +231,7 @@ impl<D> ClientSession<D> {
         }
     }
 
-    /// The payload of a reply, compared with what was asked.
+    /// The payload of a reply, compared with its request.
     fn answer(&mut self, request: Command, asked: Asked, frame: Frame<D>) -> Result<VfioAnswer<D>, VfioUserError> {
         let mismatch = VfioUserError::Mismatch { request };
         let reply = VfioReply::parse(request, &frame.payload, frame.descriptors.len(), DATA_BYTES_MAX)?;
@@ -291,7 +291,7 @@ mod tests {
         feed_with(session, bytes, &[])
     }
 
-    /// Feeds whole messages, as a socket would bring them, and returns the last event.
+    /// Feeds whole messages, as a socket would deliver them, and returns the last event.
     fn feed_with(
         session: &mut ClientSession<u32>,
         mut bytes: &[u8],

@@ -34,7 +34,7 @@ const SET_AGAIN: &str =
 /// Why queues were not placed anew, or only in part.
 #[derive(Debug, thiserror::Error)]
 pub enum SetLanesError {
-    /// The number does not do, a queue does not come to rest, or the device has no more queues.
+    /// The number is invalid, a queue does not drain, or the device has no more queues.
     #[error(transparent)]
     Refused(#[from] SpecError),
     /// A lane cannot be started, has ended, or does not respond.
@@ -45,7 +45,7 @@ pub enum SetLanesError {
 /// Makes a hardware queue of an export's device, for so many virtqueues.
 pub(crate) type MakeHwQueue = Box<dyn Fn(usize) -> Result<HwQueue<DeviceQueue>, String> + Send>;
 
-/// The lanes, running, and the places of all queues on them. A queue has its place from the start, and is served there
+/// The running lanes, and the places of all queues on them. A queue has its place from the start, and is served there
 /// only while a front-end needs it (see [`blkyard_export::on_demand_queue`]).
 pub struct ServedLanes {
     lanes: Mutex<Lanes<VirtqueuePoller<DeviceQueue>>>,
@@ -70,7 +70,7 @@ struct PlacedExport {
     hw_queues: Vec<PlacedHwQueue>,
 }
 
-/// The place of a queue, whether it is served there now or not.
+/// Place of a queue, served or not.
 struct PlacedQueue {
     /// Its lane by the rule. One that is served is on that of its hardware queue, until it moves or is opened again.
     lane: usize,
@@ -206,10 +206,10 @@ impl PlacedExport {
 }
 
 impl ServedLanes {
-    /// Starts so many lanes for these exports, and places their queues; none is served yet.
+    /// Starts lanes for these exports, and places their queues; none is served yet.
     ///
     /// # Errors
-    /// An export names a lane that there is not, or a lane cannot be started.
+    /// An export names a lane that does not exist, or a lane cannot be started.
     pub fn start(
         count: usize,
         shares: Vec<Share>,
@@ -277,7 +277,7 @@ impl ServedLanes {
     /// The device has no more queues, or the lane is full, has ended or does not respond: object, cause, cure.
     pub fn open(&self, export: usize, queue: usize, virtqueue: DetachedVirtqueue) -> Result<(), String> {
         let mut placed = self.changing(export);
-        // One that could not be removed before serves nothing; should it stay once more, it is passed over.
+        // One that could not be removed before serves no queue; if it stays once more, it is skipped.
         let _ = self.remove_unused(&mut placed);
         let lane = placed.queues[queue].lane;
         self.serve(export, &mut placed, queue, lane, virtqueue)
@@ -351,7 +351,7 @@ impl ServedLanes {
         Ok(())
     }
 
-    /// Takes hardware queues off their lanes that serve nothing.
+    /// Removes hardware queues without virtqueues from their lanes.
     fn remove_unused(&self, placed: &mut PlacedExport) -> Result<(), LaneError> {
         let mut removed = Ok(());
         placed.hw_queues.retain(|hw| {
@@ -396,13 +396,12 @@ impl ServedLanes {
         Ok(places.filter(|(export, _)| self.share(*export).device == device).collect())
     }
 
-    /// Changes the number of lanes while they serve. Returns when every queue has the place that it would have if there
-    /// had been so many from the start, and lanes that are too many have ended. Only queues that are served move.
+    /// Changes the number of lanes under load. Returns when every queue has its place by the rule, and surplus lanes
+    /// have ended. Only queues that are served move.
     ///
     /// # Errors
-    /// The number is out of bounds, or an export names a lane that there would not be: nothing has changed. A queue
-    /// does not come to rest, or a lane cannot be started or has ended: what has moved stays there, and trying again
-    /// does what is left.
+    /// The number is out of bounds, or an export names a lane beyond it: nothing has changed. A queue does not drain,
+    /// or a lane cannot be started or has ended: earlier moves stay, and another call completes the change.
     pub fn set_lanes(&self, count: u64) -> Result<Moves, SetLanesError> {
         if !(1..=LANES_MAX).contains(&count) {
             let cause = format!("{count} is out of range");
@@ -515,7 +514,7 @@ impl ServedLanes {
             if capacity < planned {
                 match self.make(export, placed, planned) {
                     Ok(made) => (home, new) = (None, Some(made)),
-                    // It serves them all the same, with what it has.
+                    // It serves them all the same, with its present counts.
                     Err(_) if home.is_some() => {}
                     Err(why) => {
                         let cure = "queues that have moved stay on their new lanes; give the device more queues, and set the \
@@ -590,7 +589,7 @@ impl ServedLanes {
             error => SpecError::new(&name, error, "see the messages of the daemon"),
         };
         let was = placed.lane_of(queue);
-        // Before it leaves: there is a place for it.
+        // Before it leaves: its new lane has room.
         let reserved = new.as_ref().map(|_| self.lanes().reserve(lane)).transpose()?;
         let mover = placed.queues[queue].mover.clone();
         let parted = mover.ok_or(PartError::Gone).and_then(|mover| mover.part(REST_MAX, ANSWER_MAX));
@@ -599,7 +598,7 @@ impl ServedLanes {
             Err(error) => {
                 reserved.into_iter().for_each(|number| self.lanes().forget(number));
                 let PartError::Gone = error else { return Err(failed(error).into()) };
-                // Its session ends: it is at rest, and closed next. What served it is needed no longer.
+                // Its session ends: it is drained, and closed next. Its hardware queue is not needed any more.
                 placed.forget(queue);
                 return Ok(None);
             }
@@ -646,7 +645,7 @@ impl ServedLanes {
         change.wait(ANSWER_MAX)
     }
 
-    /// How long lanes look for work before they sleep, microseconds.
+    /// Longest busy-polling of lanes, us.
     pub fn spin_us(&self) -> u64 {
         self.lanes().config(0).policy.spin_ns / 1000
     }

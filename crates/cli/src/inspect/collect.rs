@@ -1,7 +1,7 @@
-//! Makes the tree of a daemon.
+//! Builds the tree of a daemon.
 //!
-//! Counters are read where they are. What only the owner of a queue knows is asked of all queues at once and waited for
-//! together, for a bounded time: a lane that hangs is what one most wants to hear of.
+//! Counters are read in place. State that only a queue's owner knows is requested from all queues at once, and waited
+//! for together, for a bounded time: a hanging lane is what users most need to see.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -178,7 +178,7 @@ pub fn op_name(class: OpClass) -> &'static str {
     }
 }
 
-/// A queue without a poller: nothing is in it, and it will be made as this says.
+/// A queue without a poller: empty, with the settings for its next one.
 fn queue_at_rest(export: &ServedExport, served: &ServedDevice) -> QueueNow {
     let depth = export.depth_max;
     let scheduler = served.scheduler().build(1, 1, &served.info());

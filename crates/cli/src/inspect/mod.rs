@@ -1,4 +1,4 @@
-//! The command `inspect`: shows what a running daemon has open, serves and does.
+//! The command `inspect`: shows the devices, exports and lanes of a running daemon.
 
 mod collect;
 mod text;
@@ -19,7 +19,7 @@ pub use collect::{collect, op_name};
 pub use text::show_time;
 pub use tree::Tree;
 
-/// What `inspect` may be told.
+/// Arguments of `inspect`.
 #[derive(Debug, clap::Args)]
 pub struct InspectArgs {
     /// The daemon's control socket. Default: that of the only daemon there is.
@@ -28,7 +28,7 @@ pub struct InspectArgs {
     /// Print JSON, for programs.
     #[arg(long)]
     pub json: bool,
-    /// Show what is counted within so many seconds from now, instead of since the start of the daemon.
+    /// Show the counters of the next N seconds, instead of those since the start of the daemon.
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..=86400))]
     pub window: Option<u32>,
     /// How long to wait for the daemon's answer, seconds.
@@ -41,7 +41,7 @@ pub struct InspectArgs {
     pub parts: Vec<Target>,
 }
 
-/// Why there is nothing to show.
+/// Reason of a failure.
 #[derive(Debug, thiserror::Error)]
 pub enum InspectError {
     /// No daemon, or no answer.
@@ -63,7 +63,7 @@ pub enum InspectError {
     Absent(Target),
 }
 
-/// Asks a daemon and prints what it says.
+/// Asks a daemon and prints its answer.
 ///
 /// # Errors
 /// See [`InspectError`].
@@ -84,7 +84,7 @@ pub fn run(args: &InspectArgs) -> Result<ExitCode, InspectError> {
     Ok(print(text, ExitCode::SUCCESS))
 }
 
-/// Asks a daemon twice, and says what was counted in between.
+/// Asks a daemon twice, and returns the counters in between.
 fn look_twice(args: &InspectArgs, window: Duration) -> Result<Value, InspectError> {
     let look = || -> Result<(Tree, Instant), InspectError> {
         let tree = ask(args.control.as_deref(), &ControlRequest::Inspect, Duration::from_secs(args.timeout_s))?;
@@ -96,7 +96,7 @@ fn look_twice(args: &InspectArgs, window: Duration) -> Result<Value, InspectErro
     Ok(serde_json::to_value(window::between(&then, now, (to - from).as_secs_f64())?)?)
 }
 
-/// Leaves in the tree only what these parts mean. Gives back a part that means nothing.
+/// Reduces the tree to these parts. Returns a part that does not exist.
 fn select<'a>(tree: &mut Value, parts: &'a [Target]) -> Result<(), &'a Target> {
     let mut found = vec![false; parts.len()];
     for (kind, list, name) in [

@@ -80,7 +80,7 @@ fn device(out: &mut String, node: &DeviceNode) {
     }
 }
 
-/// What is not exceeded, if there is anything.
+/// Rate limits, if any.
 fn rate(out: &mut String, rate: &BTreeMap<String, u64>) {
     if !rate.is_empty() {
         let words: Vec<_> = rate.iter().map(|(name, value)| format!("{name} {value}")).collect();
@@ -134,7 +134,7 @@ fn queue(out: &mut String, node: &QueueNode) {
     }
 }
 
-/// What the owner of a queue sees.
+/// State from the owner of a queue.
 fn now_of(out: &mut String, node: &QueueNow) {
     let tags = &node.tags;
     let mut text = format!("tags {} of {}", tags.in_use, tags.limit);
@@ -223,7 +223,7 @@ fn times(node: &LatencyNode) -> String {
     text
 }
 
-/// What a mean is made of, the longest first.
+/// Parts of a mean, the largest first.
 fn parts(node: &LatencyNode) -> String {
     let samples = node.histogram.iter().map(|(_, count)| count).sum::<u64>().max(1);
     let words = |name: &str| match name {

@@ -1,7 +1,7 @@
-//! The tree of a running daemon, as plain data: what `inspect` shows, and its JSON.
+//! The tree of a running daemon, as plain data: the content of `inspect`, and its JSON.
 //!
 //! Names of fields are part of the interface: fields may be added, and none changes its meaning without a new
-//! [`SCHEMA`]. Units stand last in the names. What is counted is counted from the start of the daemon, or within
+//! [`SCHEMA`]. Units are last in the names. Counters are totals since the start of the daemon, or within
 //! [`Tree::window_s`].
 
 use std::collections::BTreeMap;
@@ -17,14 +17,14 @@ pub const SCHEMA: u32 = 1;
 pub struct Tree {
     /// The version of this format.
     pub schema: u32,
-    /// Seconds within which I/O was counted; none if from the start of the daemon.
+    /// Seconds within which I/O was counted; unset for since the start of the daemon.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub window_s: Option<f64>,
     /// The daemon itself.
     pub daemon: DaemonNode,
-    /// What it has open.
+    /// Its devices.
     pub devices: Vec<DeviceNode>,
-    /// What others see of it.
+    /// Its exports.
     pub exports: Vec<ExportNode>,
     /// The threads that do the work.
     pub lanes: Vec<LaneNode>,
@@ -39,7 +39,7 @@ pub struct DaemonNode {
     pub pid: u32,
     /// Since it serves.
     pub uptime_s: u64,
-    /// Seconds between the lines it prints of each export; zero for none.
+    /// Seconds between statistics lines of each export; 0 for none.
     pub stats_s: u64,
 }
 
@@ -52,7 +52,7 @@ pub struct DeviceNode {
     pub name: String,
     /// How I/O reaches it.
     pub reached: String,
-    /// What is served of it.
+    /// Served size.
     pub size_bytes: u64,
     /// Writes are refused.
     pub read_only: bool,
@@ -60,12 +60,12 @@ pub struct DeviceNode {
     pub volatile_cache: bool,
     /// It makes single writes durable by itself when they say so.
     pub fua: bool,
-    /// What one request may look like, by the names of the queue's limits.
+    /// Limits of one request, by the names of the queue's limits.
     pub limits: BTreeMap<String, u64>,
-    /// What its exports together do not exceed, by the names of the options.
+    /// Rate limits of its exports together, by the names of the options.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub rate: BTreeMap<String, u64>,
-    /// What happened beside I/O going well; for files.
+    /// Counters of unusual events; for files.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub counters: BTreeMap<String, u64>,
 }
@@ -79,7 +79,7 @@ pub struct ExportNode {
     pub name: String,
     /// The number of the device behind it.
     pub device: usize,
-    /// What its queues together do not exceed, by the names of the options.
+    /// Rate limits of its queues together, by the names of the options.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub rate: BTreeMap<String, u64>,
     /// Front-ends so far.
@@ -101,7 +101,7 @@ pub struct SessionNode {
     pub memory_bytes: u64,
     /// In so many regions.
     pub regions: usize,
-    /// It can be told of changes.
+    /// Whether it can be notified of changes.
     pub has_channel: bool,
 }
 
@@ -112,27 +112,26 @@ pub struct QueueNode {
     pub number: usize,
     /// The number of the lane it lives on.
     pub lane: usize,
-    /// Number of the queue with which the hardware queue is shown that it feeds: tags, requests, batches and what else
-    /// is counted; none if it is this one.
+    /// Number of the queue that shows its hardware queue: tags, requests, batches and other counters; unset for itself.
     #[serde(default)]
     pub shown_with: Option<usize>,
     /// Numbers of the other queues that feed the same hardware queue.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub shares_with: Vec<usize>,
-    /// What its owner said; none if it did not answer in time.
+    /// State from its owner; unset if it did not answer in time.
     pub now: Option<QueueNow>,
     /// By operation.
     pub ops: BTreeMap<String, OpNode>,
     /// Calls to the driver, by how many requests it took: 0, 1, 2, 4, 8, 16, 32 and more.
     pub batches: [u64; 7],
-    /// What else was counted: bios refused or merged; requests slow, slow now, requeued or timed out; flushes issued;
-    /// how often and for how many nanoseconds a limit held what waited.
+    /// Further counters: bios refused or merged; requests slow, slow now, requeued or timed out; flushes issued; number
+    /// and nanoseconds of holds by a limit.
     pub counters: BTreeMap<String, u64>,
-    /// What the guest sent that made no sense, by reason.
+    /// Refused requests of the guest, by reason.
     pub refusals: BTreeMap<String, u64>,
 }
 
-/// What the owner of a queue sees.
+/// State of a queue from its owner.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct QueueNow {
     /// `at rest`, `running`, `suspending` or `broken`.
@@ -154,7 +153,7 @@ pub struct QueueNow {
     pub dispatch: usize,
     /// Requests that the device has.
     pub in_flight: usize,
-    /// The places in flight.
+    /// Tags.
     pub tags: TagsNode,
     /// How often of late the driver left something over: zero for never, 9 to 16 for always.
     pub dispatch_busy: u32,
@@ -166,7 +165,7 @@ pub struct QueueNow {
     pub flush_pending: usize,
     /// Bios that ride on the flush in flight.
     pub flush_running: usize,
-    /// What orders the bios that wait, if anything does.
+    /// Scheduler of the waiting bios, if any.
     pub scheduler: Option<SchedulerNode>,
     /// Requests that have a tag, by tag.
     pub requests: Vec<RequestNode>,
@@ -183,7 +182,7 @@ pub struct SchedulerNode {
     pub waiting: usize,
     /// For how long the oldest of them has waited.
     pub oldest_ns: u64,
-    /// What else it says of itself.
+    /// Further facts.
     pub facts: BTreeMap<String, u64>,
 }
 
@@ -192,7 +191,7 @@ pub struct SchedulerNode {
 pub struct TagsNode {
     /// There are.
     pub depth: usize,
-    /// May be out at one time: see `set depth=`.
+    /// Limit of tags in use: see `set depth=`.
     pub limit: usize,
     /// Are reserved.
     pub reserved: usize,
@@ -217,13 +216,13 @@ pub struct RequestNode {
     pub sectors: u32,
     /// `waiting` for the driver, `in flight`, or `complete`.
     pub state: String,
-    /// Since the driver took it; none while it waits.
+    /// Time since the driver took it; unset while it waits.
     pub age_ns: Option<u64>,
     /// Its time is up, and the driver is at it.
     pub timed_out: bool,
 }
 
-/// What was counted of one kind of operation.
+/// Counters of one kind of operation.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct OpNode {
     /// Requests completed, well or not.
@@ -232,7 +231,7 @@ pub struct OpNode {
     pub bytes: u64,
     /// Requests that failed.
     pub errors: u64,
-    /// Latency, as the submitter sees it: from when an I/O comes to the queue to its end; none before the first.
+    /// Latency, as the submitter sees it: from arrival in the queue to the end; unset before the first I/O.
     pub latency: Option<LatencyNode>,
 }
 
@@ -245,14 +244,13 @@ pub struct LatencyNode {
     pub mean_ns: u64,
     /// Sum.
     pub sum_ns: u64,
-    /// What that sum is made of: held by a `limit` or by the `scheduler`, waiting for a `tag`, with a tag and not taken
-    /// by the driver (`dispatch`), at the `device`. Of I/O only.
+    /// Parts of that sum: held by a `limit` or by the `scheduler`, waiting for a `tag`, with a tag and not taken by the
+    /// driver (`dispatch`), at the `device`. For I/O only.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub part_sum_ns: BTreeMap<String, u64>,
     /// Longest.
     pub max_ns: u64,
-    /// What so many percent do not exceed: 50, 90, 99, 99.9 and 99.99, each to one part in 32 and none above the
-    /// longest.
+    /// Percentiles 50, 90, 99, 99.9 and 99.99, each to one part in 32 and at most the maximum.
     pub percentile_ns: BTreeMap<String, u64>,
     /// Buckets that are not empty: the largest value in nanoseconds, and the count of each.
     pub histogram: Vec<(u64, u64)>,
@@ -265,13 +263,13 @@ pub struct LaneNode {
     pub number: usize,
     /// The name of its thread.
     pub thread: String,
-    /// CPUs it is kept on; none if the system chooses.
+    /// CPUs to which it is pinned; unset if the system chooses.
     pub cpus: Option<Vec<u32>>,
-    /// How long it looks for work before it sleeps.
+    /// Longest busy-polling before it sleeps.
     pub spin_us: u64,
-    /// Completions that nobody was waiting for.
+    /// Completions without a request.
     pub strays: u64,
-    /// How long its turns take in which something moved. What a device finishes meanwhile is found in the next.
+    /// Length of its turns with work. Completions that arrive during a turn are found in the next one.
     #[serde(default)]
     pub turn: Option<LatencyNode>,
     /// Its queues: the numbers of export and queue.

@@ -1,7 +1,7 @@
-//! What was counted between two looks at a daemon: the later tree, with the counts of the earlier one taken away.
+//! Counters between two readings of a daemon: the later tree, less the counts of the earlier one.
 //!
-//! Made by whoever asks, so that the daemon keeps nothing for it. What stands at one moment, tags or requests, is that
-//! of the later look.
+//! Computed by the client, so the daemon keeps no state for it. Momentary values, such as tags or requests, are those
+//! of the later reading.
 
 use std::collections::BTreeMap;
 
@@ -10,16 +10,16 @@ use blkyard_mq::{Held, HistogramSnapshot, OpSnapshot};
 use super::InspectError;
 use super::tree::{LatencyNode, OpNode, QueueNode, Tree};
 
-/// Percentiles that are told.
+/// Percentiles shown.
 const PERCENTS: [(&str, f64); 5] = [("50", 50.0), ("90", 90.0), ("99", 99.0), ("99.9", 99.9), ("99.99", 99.99)];
 
-/// Counters that stand at one moment, and go down as well.
+/// Momentary values among the counters, which may decrease.
 const GAUGES: [&str; 1] = ["slow_now"];
 
-/// The later of two trees of a daemon, with what was counted in the seconds between them.
+/// The later of two trees of a daemon, with the counts of the seconds between them.
 ///
 /// # Errors
-/// They are of two daemons: one was started anew, or taken over from.
+/// They are of two daemons: one was restarted, or taken over from.
 pub fn between(then: &Tree, mut now: Tree, seconds: f64) -> Result<Tree, InspectError> {
     if now.daemon.pid != then.daemon.pid {
         return Err(InspectError::Replaced { then: then.daemon.pid, now: now.daemon.pid });
@@ -82,7 +82,7 @@ impl OpNode {
 }
 
 impl LatencyNode {
-    /// The node of times that have no parts; none if there are no times.
+    /// The node of durations without parts; `None` without samples.
     pub fn of_turns(times: &OpSnapshot) -> Option<LatencyNode> {
         (times.latency.samples() > 0).then(|| LatencyNode {
             min_ns: times.min_ns,

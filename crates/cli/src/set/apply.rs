@@ -1,8 +1,8 @@
-//! Does what `set` asks of a daemon that runs: sizes, limits, queues, habits.
+//! Executes `set` on a running daemon: sizes, limits, queues, lanes.
 //!
 //! Runs on the thread of the control socket, and on the one that follows the size of a disk. Everything is checked
-//! before anything is changed. What a queue must come to rest for is done by the thread of its export; here it is
-//! waited for, for a bounded time.
+//! before any change. Changes for which a queue must drain are made by the thread of its export; here they are waited
+//! for, for a bounded time.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -23,13 +23,13 @@ use crate::control::{PartKind, Target};
 use crate::daemon::{Daemon, LANES_MAX, QueueMaker, ServedDevice, ServedExport, ServedLanes};
 use crate::inspect::show_time;
 
-/// How long exports have to change. What is in flight is finished first, so it takes as long as the slowest request.
+/// Time limit of exports for a change. Requests in flight complete first, so it takes as long as the slowest.
 const CHANGE_TIME: Duration = Duration::from_secs(20);
 
-/// Sets `values` of the part that is called `what`. Says what was done, in sentences.
+/// Sets `values` of the part that is called `what`. Returns the changes as text.
 ///
 /// # Errors
-/// Names the part, what stands against it, and what helps. Nothing has changed then, unless the error says so.
+/// Names part, cause and cure. Nothing has changed then, unless the error says so.
 pub fn apply(daemon: &Daemon, what: &str, values: BTreeMap<String, String>) -> Result<Vec<String>, String> {
     let target: Target = what.parse().map_err(|error: SpecError| error.to_string())?;
     if values.is_empty() {
@@ -49,7 +49,7 @@ pub fn apply(daemon: &Daemon, what: &str, values: BTreeMap<String, String>) -> R
     done.map_err(|Problem(text)| text)
 }
 
-/// What stands against a change, in words.
+/// Cause of a failed change.
 struct Problem(String);
 
 impl From<SpecError> for Problem {
@@ -79,7 +79,7 @@ fn set_daemon(daemon: &Daemon, mut keys: Spec) -> Result<Vec<String>, Problem> {
     let mut done = Vec::new();
     // First, since it is the one that may fail.
     if let Some(lanes) = lanes {
-        // What queues are made with must not change meanwhile.
+        // The options with which queues are made must not change meanwhile.
         let _alone: Vec<_> = daemon.devices.iter().map(|device| device.change()).collect();
         done.push(set_lanes(&daemon.lanes, lanes)?);
     }
@@ -136,7 +136,7 @@ fn set_device(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<Stri
         return Err(SpecError::new(name, "force=on needs a size", "add size=SIZE").into());
     }
 
-    // The size of a disk that another process serves is followed by a thread of its own.
+    // A separate thread follows the size of a disk that another process serves.
     let _alone = served.change();
     let mut info = (*served.info()).clone();
     let mut done = Vec::new();
@@ -382,7 +382,7 @@ mod tests {
 
     use super::*;
 
-    /// A daemon that has one disk and serves nobody.
+    /// A daemon with one disk and no front-end.
     fn daemon(disk: &str) -> Daemon {
         let device = Device::open(disk).unwrap();
         let info = Arc::new(device.info().clone());

@@ -1,4 +1,4 @@
-//! The command `set`: changes what may change of a daemon while it runs.
+//! The command `set`: changes settings of a running daemon.
 
 mod apply;
 mod size;
@@ -14,7 +14,7 @@ use crate::control::{AskError, ControlRequest, SET_TIMEOUT_S, TIMEOUT_S_MAX, ask
 use crate::log::print;
 pub use apply::apply;
 
-/// What `set` may be told.
+/// Arguments of `set`.
 #[derive(Debug, clap::Args)]
 pub struct SetArgs {
     /// The daemon's control socket. Default: that of the only daemon there is.
@@ -24,7 +24,7 @@ pub struct SetArgs {
     /// is not undone after that.
     #[arg(long, value_name = "SECONDS", default_value_t = SET_TIMEOUT_S, value_parser = number(1, TIMEOUT_S_MAX))]
     pub timeout_s: u64,
-    /// What is to change: device:0 or export:0 by its number, its name or the end of its name; or daemon.
+    /// Part to change: device:0 or export:0 by its number, its name or the end of its name; or daemon.
     #[arg(value_name = "PART")]
     pub part: String,
     /// What it is to be.
@@ -45,23 +45,23 @@ fn pair(text: &str) -> Result<(String, String), String> {
     Ok((key.into(), value.into()))
 }
 
-/// Why nothing was changed.
+/// Reason of a failure.
 #[derive(Debug, thiserror::Error)]
 pub enum SetError {
     /// No daemon, or it said no.
     #[error(transparent)]
     Ask(#[from] AskError),
-    /// A key stands there twice.
+    /// A key is given twice.
     #[error("{part}: {key} is given twice; keep one of them")]
     Twice {
-        /// What was to change.
+        /// Part.
         part: String,
         /// The key.
         key: String,
     },
 }
 
-/// Asks a daemon to change, and prints what it did.
+/// Asks a daemon for a change, and prints the result.
 ///
 /// # Errors
 /// See [`SetError`].

@@ -1,12 +1,12 @@
-//! Whether a device may have another size, and what must be done for it. Decides, and does nothing.
+//! Decides whether a device may have another size, and which steps it needs. Changes nothing.
 //!
-//! A size is what is served. A file that is shorter is grown with it, as somebody who types the new size expects; one
-//! that is longer is never cut, since a slip of the finger would cost data: what lies beyond is kept and not served.
+//! A size is the served size. A shorter file is grown to it, as users expect; a longer one is never truncated, since a
+//! typing error would cost data: its rest is kept and not served.
 
 use blkyard::Backing;
 use blkyard::spec::{SpecError, parse_size, show_size};
 
-/// What is to be done.
+/// Steps of a change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Decision {
     /// The size to serve.
@@ -24,19 +24,19 @@ pub struct Resize<'a> {
     pub now_bytes: u64,
     /// Sizes are multiples of this.
     pub block_bytes: u32,
-    /// What stands behind it.
+    /// Its backing.
     pub backing: Backing,
-    /// Somebody has it attached.
+    /// Whether a front-end has it attached.
     pub in_use: bool,
     /// They may lose the end of it.
     pub force: bool,
 }
 
 impl Resize<'_> {
-    /// Decides about `size=REQUEST`: a size, or `probe` for what the file has come to be.
+    /// Decides about `size=REQUEST`: a size, or `probe` for the file's present length.
     ///
     /// # Errors
-    /// Names the device, what stands against it, and what helps.
+    /// Names device, cause and cure.
     pub fn decide(&self, request: &str) -> Result<Decision, SpecError> {
         let no = |cause: String, cure: &str| Err(SpecError::new(self.object, cause, cure));
         let bytes = match (request, self.backing) {
@@ -125,7 +125,7 @@ mod tests {
         assert!(FILE.decide("512k").is_err());
         assert_eq!(Resize { force: true, ..FILE }.decide("512k"), smaller);
         assert_eq!(Resize { in_use: false, ..FILE }.decide("512k"), smaller);
-        // Somebody else has cut the file already: what is not there cannot be kept.
+        // Another process has truncated the file already: the lost part cannot be kept.
         let cut = Resize { backing: Backing::File { bytes: 512 << 10, fixed: None }, ..FILE };
         assert!(cut.decide("probe").is_err());
         assert_eq!(Resize { force: true, ..cut }.decide("probe"), smaller);

@@ -1,8 +1,8 @@
-//! Who takes the connections of a socket, and closes what others may have put there.
+//! Acceptors: accept the connections of a socket, and close sockets whose backlog may hold any descriptor.
 //!
-//! A front-end sends descriptors, and some hang whoever closes them, or closes a socket in which they lie unread. An
-//! export that faces those it does not trust takes its connections through somebody who is not hurt by that. Which
-//! descriptors pass is that one's affair; what a message means is looked at here all the same.
+//! A front-end sends descriptors, and some block on close, or block the close of a socket in which they lie unread. An
+//! export with untrusted front-ends accepts connections through a process that may block. That process decides which
+//! descriptors pass; messages are checked here all the same.
 
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -25,23 +25,23 @@ pub struct Accepted {
 
 /// Takes connections and closes listening sockets.
 pub trait Acceptor: Send + Sync {
-    /// Is told of a socket that listens at a path from now on.
+    /// Registers a listening socket and its path.
     ///
     /// # Errors
     /// It cannot be served.
     fn listen(&self, path: &Path, listener: BorrowedFd<'_>) -> io::Result<()>;
 
-    /// Takes the next connection of a non-blocking socket; none if none waits.
+    /// Accepts the next connection of a non-blocking socket; `None` if none waits.
     ///
     /// # Errors
-    /// It cannot be had, whatever the error's kind: a caller that asks again at once would spin.
+    /// It cannot be accepted, for any kind of error: a caller that retries at once would spin.
     fn accept(&self, path: &Path, listener: BorrowedFd<'_>) -> io::Result<Option<Accepted>>;
 
-    /// Closes a socket, and with it what lies in its backlog.
+    /// Closes a socket, and with it its backlog.
     fn close(&self, path: &Path, listener: OwnedFd);
 }
 
-/// Takes connections as they are: for those who trust every front-end.
+/// Accepts connections directly: for trusted front-ends.
 #[derive(Debug)]
 pub(crate) struct DirectAcceptor;
 

@@ -1,19 +1,18 @@
-//! The control thread: it waits for all exports of a daemon at once, and has a worker run the one that has something to
-//! do.
+//! The control thread: waits for all exports of a daemon at once, and has a worker run a step of the ready one.
 //!
 //! ```text
-//!                    a descriptor is ready, a deadline is over, somebody called
+//!                    a descriptor is ready, a deadline has passed, or a call
 //!   waiting, in the epoll set ─────────────────────────────────────────────────▶ out, with a worker
 //!              ▲                                                                     │       │
-//!              └───────────────────────── its step is over ──────────────────────────┘       └─ it is over ─▶ gone
+//!              └───────────────────────── its step has ended ────────────────────────┘       └─ it has ended ─▶ gone
 //! ```
 //!
 //! An [`Endpoint`] is a state machine. Its step never waits for a peer, but it may wait for the export's own queues,
-//! their lanes and the receiver; so no step runs on this thread, which waits for nothing but its epoll set. An endpoint
-//! that is out has no descriptor in that set, so its step may close and replace descriptors as it likes. Whoever
-//! calls an endpoint that is out has it run once more.
+//! their lanes and the receiver; so no step runs on this thread, which waits only for its epoll set. An endpoint that
+//! is out has no descriptor in that set, so its step may close and replace descriptors. A call of an endpoint that is
+//! out has it run once more.
 //!
-//! What endpoints do is not known here.
+//! The work of endpoints is unknown here.
 
 use std::collections::{BTreeSet, HashMap};
 use std::io;
@@ -28,7 +27,7 @@ use super::workers::WorkerPool;
 
 /// The token of the loop's own eventfd. Endpoints are numbered from 0.
 const OWN: u64 = u64::MAX;
-/// How often an endpoint is looked at whose descriptors the system does not wait for.
+/// Interval at which an endpoint runs whose descriptors the system cannot poll.
 const LOOK_TIME: Duration = Duration::from_secs(1);
 
 /// A descriptor that an endpoint waits for.
@@ -36,24 +35,24 @@ pub type AwaitedFd = Arc<dyn AsFd + Send + Sync>;
 
 /// The control path of one export, as a state machine.
 pub(crate) trait Endpoint: Send {
-    /// Does what there is to do, and says when it wants to be run again. It may be run when there is nothing.
-    /// Descriptors of peers are used without waiting; queues may be waited for.
+    /// Handles due work, and returns when to run again. May be called without work. Descriptors of peers are used
+    /// without waiting; queues may be waited for.
     fn step(&mut self) -> EndpointState;
 
     /// The descriptors that it waits for, in its present state.
     fn interests(&self) -> Vec<(AwaitedFd, EventFlags)>;
 }
 
-/// What an endpoint wants after a step.
+/// State of an endpoint after a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum EndpointState {
     /// To be run when one of its descriptors is ready, when it is called, or at this time.
     Waiting(Option<Instant>),
-    /// Nothing more: it is dropped.
+    /// Ended: it is dropped.
     Over,
 }
 
-/// By this an endpoint is run although none of its descriptors is ready. Keeps nothing alive.
+/// Has an endpoint run although none of its descriptors is ready. Keeps nothing alive.
 #[derive(Clone)]
 pub(crate) struct EndpointCaller {
     shared: Arc<LoopShared>,
@@ -67,7 +66,7 @@ impl EndpointCaller {
     }
 }
 
-/// Whether an endpoint is over, for who waits for that.
+/// Whether an endpoint has ended, for its waiters.
 #[derive(Debug, Default)]
 pub(crate) struct EndpointEnd {
     is_over: Mutex<bool>,
@@ -84,7 +83,7 @@ impl EndpointEnd {
         self.changed.notify_all();
     }
 
-    /// Whether it is over, and nothing of it is left.
+    /// Whether it has ended and is dropped.
     pub(crate) fn is_set(&self) -> bool {
         *self.is_over()
     }
@@ -95,7 +94,7 @@ impl EndpointEnd {
     }
 }
 
-/// Says that an endpoint is over when it is dropped, whatever became of it.
+/// Reports the end of an endpoint on drop, for any cause.
 pub(crate) struct EndGuard(Arc<EndpointEnd>);
 
 impl Drop for EndGuard {
@@ -104,10 +103,10 @@ impl Drop for EndGuard {
     }
 }
 
-/// An endpoint on its way to a worker and back.
+/// An endpoint while it is with a worker.
 pub(crate) struct EndpointRun {
     number: u64,
-    /// Dropped first: then nothing of it is left.
+    /// Dropped first: the guard reports a complete end.
     endpoint: Box<dyn Endpoint>,
     _end: EndGuard,
 }
@@ -131,20 +130,20 @@ impl EndpointRun {
     }
 }
 
-/// What the loop is told by other threads.
+/// Events from other threads.
 enum LoopEvent {
     Added(EndpointRun),
     Called(u64),
-    /// A step has ended: the endpoint, and when it wants to be run; nothing if it is over.
+    /// A step has ended: the endpoint, and the time of its next step; `None` if it has ended.
     Returned(u64, Option<(EndpointRun, Option<Instant>)>),
-    /// Nobody will add any more.
+    /// No more endpoints will be added.
     Closed,
 }
 
-/// What the loop shares with those who call it.
+/// State shared by the loop and its callers.
 pub(crate) struct LoopShared {
     eventfd: EventFd,
-    /// None once the loop has ended.
+    /// `None` once the loop has ended.
     events: Mutex<Option<Vec<LoopEvent>>>,
 }
 
@@ -205,7 +204,7 @@ impl ControlLoop {
         Ok(ControlLoop(Arc::new(LoopHandle { shared, next: Mutex::new(0), thread: Some(thread) })))
     }
 
-    /// Runs one more endpoint, which is made with its caller; says when it is over.
+    /// Adds an endpoint, which is made with its caller; returns the flag of its end.
     pub(crate) fn add<E: Endpoint + 'static>(
         &self,
         make: impl FnOnce(EndpointCaller) -> E,
@@ -227,11 +226,11 @@ impl ControlLoop {
 impl Drop for LoopHandle {
     fn drop(&mut self) {
         self.shared.send(LoopEvent::Closed);
-        // What a panic has left may never come to rest.
+        // After a panic an endpoint may never drain.
         if !std::thread::panicking()
             && let Some(thread) = self.thread.take()
         {
-            // A panic there was told of when it happened.
+            // A panic there was logged when it happened.
             let _ = thread.join();
         }
     }
@@ -239,9 +238,9 @@ impl Drop for LoopHandle {
 
 /// An endpoint as the loop knows it.
 struct EndpointSlot {
-    /// None while it is out.
+    /// `None` while it is out.
     waiting: Option<EndpointRun>,
-    /// What it waits for; nothing while it is out.
+    /// Its registered descriptors; empty while it is out.
     awaited: Vec<Registered<AwaitedFd>>,
     deadline: Option<Instant>,
     /// It was called while it was out.
@@ -277,7 +276,7 @@ impl EndpointSet {
         for ready in self.set.wait(Instant::now(), until)? {
             match ready.token {
                 OWN => self.read_events(),
-                // One that is out by now is looked at again when it is back: readiness stays.
+                // One that is out by now is polled again when it is back: readiness persists.
                 number => self.send_out(number),
             }
         }
@@ -291,7 +290,7 @@ impl EndpointSet {
     }
 
     fn read_events(&mut self) {
-        // Before the look: what comes later signals again.
+        // Before the events are read: a later one signals again.
         self.shared.eventfd.take();
         let events = self.shared.events().as_mut().map_or_else(Vec::new, std::mem::take);
         for event in events {
@@ -350,7 +349,7 @@ impl EndpointSet {
 }
 
 impl Drop for EndpointSet {
-    /// Also after an error, or a panic: whoever waits for an export is to hear that it is over.
+    /// Also after an error, or a panic: waiters of an export must see its end.
     fn drop(&mut self) {
         let left = self.shared.events().take();
         drop(left);
@@ -368,8 +367,7 @@ mod tests {
 
     const PATIENCE: Duration = Duration::from_secs(30);
 
-    /// Reads bytes of a peer and tells of them: at `w` it says `W` and waits for somebody, at `p` it panics, at the end
-    /// it is over.
+    /// Reads bytes of a peer and reports them: at `w` it reports `W` and waits, at `p` it panics, at the end it ends.
     struct Reader {
         peer: Arc<UnixStream>,
         told: Sender<u8>,

@@ -1,7 +1,7 @@
-//! What a protocol is to an export's control path: the session of one front-end, and the disk that it is shown.
+//! Interface of a protocol to an export's control path: the session of one front-end, and its disk.
 //!
-//! The core accepts, obeys orders from outside, stops, hands over and takes over ([`Server`](super::Server)). A
-//! protocol handles what a front-end says, one message at a time, and runs and suspends the queues.
+//! The core accepts, executes orders, stops, hands over and takes over ([`Server`](super::Server)). A protocol handles
+//! a front-end's messages, one at a time, and runs and suspends the queues.
 
 use std::fmt::{Debug, Display};
 use std::io;
@@ -19,7 +19,7 @@ use super::queue::{QueueRemote, QueueSession};
 
 /// A disk as front-ends see it.
 pub trait ExportedDisk: Send + 'static {
-    /// What the device is.
+    /// Properties of the device.
     fn info(&self) -> &DeviceInfo;
 
     /// The device is this from now on.
@@ -38,38 +38,38 @@ pub trait ExportedDisk: Send + 'static {
     fn set_write_cache(&mut self, write_back: bool);
 }
 
-/// The session of one front-end, from its first message to its last, or from where another process stopped. Owned by
-/// its export. A method may wait for the export's queues, and for nothing else.
+/// The session of one front-end, from its first message to its last, or from the state of another process. Owned by its
+/// export. A method may wait only for the export's queues.
 pub trait FrontEndSession: Sized + Send + 'static {
     /// The session of one of its queues.
     type Queue: QueueSession;
     /// The disk as it is shown.
     type Disk: ExportedDisk;
-    /// What a session needs of the system, taken before the connection is: one that was accepted must not be lost for
-    /// want of it.
+    /// System resources of a session, allocated before the connection is accepted: an accepted connection must not be
+    /// lost for want of them.
     type Reserve: Send;
-    /// A session that is handed over, its queues at rest.
+    /// State of a session that is handed over, with drained queues.
     type State: Send;
-    /// What then lets its queues run.
+    /// Value that then lets its queues run.
     type Start: Send;
-    /// What there is to see of it.
+    /// Its state for inspection.
     type View: Clone + Debug + Default + Send;
     /// Why it ends.
     type Error: Display;
 
-    /// Takes what a session needs.
+    /// Allocates the resources of a session.
     ///
     /// # Errors
     /// The system has none left.
     fn reserve() -> io::Result<Self::Reserve>;
 
-    /// A front-end that has said nothing yet.
+    /// A front-end without messages so far.
     fn accept(connection: Accepted, reserve: Self::Reserve, config: ExportConfig<Self>, log: &Arc<ExportLog>) -> Self;
 
-    /// A session as it was handed over. Nothing runs before it [begins](FrontEndSession::begin).
+    /// A session from its handover state. No queue runs before it [begins](FrontEndSession::begin).
     ///
     /// # Errors
-    /// It is none that could have been made here.
+    /// The state is impossible here.
     fn resume(
         state: Self::State,
         reserve: Self::Reserve,
@@ -83,57 +83,56 @@ pub trait FrontEndSession: Sized + Send + 'static {
     /// One of them cannot.
     fn begin(&mut self, start: Option<Self::Start>) -> Result<(), Self::Error>;
 
-    /// Handles a message, if one is there. Does not wait for the front-end.
+    /// Handles a message, if one is available. Does not wait for the front-end.
     fn step(&mut self) -> SessionStep<Self::Error>;
 
     /// The descriptor that it waits for, and how.
     fn interest(&self) -> (AwaitedFd, EventFlags);
 
-    /// What the export serves, for what changes nothing that a front-end sees.
+    /// The export's configuration, for changes that a front-end does not see.
     fn with_config<T>(&mut self, change: impl FnOnce(&mut ExportConfig<Self>) -> T) -> T;
 
-    /// The device is this from now on: queues finish what they fetched, change and go on where they stood.
+    /// Changes the device: queues drain, change and continue.
     ///
     /// # Errors
-    /// A queue does not go on.
+    /// A queue does not continue.
     fn change(&mut self, info: &Arc<DeviceInfo>) -> Result<Changed, String>;
 
-    /// Comes to rest, and describes itself. Returns the numbers of the queues that ran, whether it can be described or
-    /// not.
+    /// Drains, and describes itself. Returns the numbers of the queues that ran, with or without a description.
     fn hand_over(&mut self) -> (Vec<usize>, Result<Self::State, String>);
 
-    /// Nobody goes on with it but us: has these queues run again.
+    /// The handover has failed: runs these queues again.
     fn go_on(&mut self, running: Vec<usize>);
 
-    /// What there is to see.
+    /// Its state for inspection.
     fn view(&self) -> Self::View;
 
-    /// Lets go of the front-end once its queues have finished, and logs why. Returns what the next session needs, and
-    /// whether there can be one.
+    /// Ends the session once its queues have drained, and logs the cause. Returns the configuration for the next
+    /// session, and whether there can be one.
     fn end(self, end: &SessionEnd<Self::Error>) -> (ExportConfig<Self>, Result<(), Self::Error>);
 }
 
-/// What a step of a session came to.
+/// Result of a session's step.
 pub enum SessionStep<E> {
-    /// There is nothing to do.
+    /// No message is available.
     Waiting,
     /// A message was handled; there may be more.
     Handled,
-    /// The session is over.
+    /// The session has ended.
     Over(E),
 }
 
 /// How a session ends.
 pub enum SessionEnd<E> {
-    /// The front-end left, or is let go.
+    /// The front-end left, or was disconnected.
     Over(E),
-    /// Another process goes on with it.
+    /// Another process continues with it.
     Handed,
     /// The export is to end.
     Stopped,
 }
 
-/// What one export serves.
+/// Configuration of one export.
 pub struct ExportConfig<F: FrontEndSession> {
     /// Its name, for messages.
     pub name: String,
@@ -141,16 +140,16 @@ pub struct ExportConfig<F: FrontEndSession> {
     pub disk: F::Disk,
     /// One for each client queue.
     pub queues: Vec<QueueRemote<F::Queue>>,
-    /// Where the device reaches the memory of front-ends: one for each of its paths that maps memory. None for a device
-    /// that uses our addresses.
+    /// DMA domains in which the device reaches front-ends' memory: one for each path that maps memory. Empty for a
+    /// device that uses our addresses.
     pub domains: Vec<Arc<DmaDomain>>,
 }
 
 impl<F: FrontEndSession> ExportConfig<F> {
-    /// The device is this from now on. Its queues are at rest.
+    /// Changes the device. Its queues are drained.
     ///
     /// # Errors
-    /// A queue is not at rest, or its lane has ended.
+    /// A queue is not drained, or its lane has ended.
     pub fn change(&mut self, info: &Arc<DeviceInfo>) -> Result<(), String> {
         for (number, queue) in self.queues.iter().enumerate() {
             let changed = queue.change(info).unwrap_or_else(|gone| Err(gone.to_string()));
@@ -171,19 +170,19 @@ impl<F: FrontEndSession> ExportConfig<F> {
         Ok(())
     }
 
-    /// Bounds the requests in flight of each queue; says what the bound has become.
+    /// Limits the requests in flight of each queue; returns the new limit.
     pub(super) fn set_depth(&mut self, depth: usize) -> Result<usize, String> {
         let set = self.queues.iter().map(|queue| queue.set_depth(depth));
         let depths = set.collect::<Result<Vec<_>, _>>().map_err(|gone| gone.to_string())?;
         Ok(depths.into_iter().min().unwrap_or(depth))
     }
 
-    /// Has each queue order what waits by this scheduler.
+    /// Sets the scheduler of each queue.
     pub(super) fn schedule(&mut self, config: SchedulerConfig) -> Result<(), String> {
         self.queues.iter().try_for_each(|queue| queue.schedule(config)).map_err(|gone| gone.to_string())
     }
 
-    /// Has what passes the queues pass these limits.
+    /// Sets the rate limits of the queues.
     pub(super) fn set_rates(&mut self, limits: &[Arc<RateLimit>]) -> Result<(), String> {
         self.queues.iter().try_for_each(|queue| queue.set_rates(limits.to_vec())).map_err(|gone| gone.to_string())
     }

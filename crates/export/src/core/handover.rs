@@ -1,7 +1,7 @@
-//! An export that changes hands: all that another process needs to go on where this one stopped.
+//! Handover of an export: the state that another process needs to continue with it.
 //!
-//! How a session is described is its protocol's affair. All is prepared before the queues are to run; until they do,
-//! the export that handed over can go on as if nothing had happened.
+//! The protocol describes its session. All is prepared before the queues are to run; until they do, the export that
+//! handed over can continue unchanged.
 
 use std::fmt;
 use std::os::fd::OwnedFd;
@@ -10,14 +10,14 @@ use std::sync::mpsc::Sender;
 
 use super::control_loop::EndpointCaller;
 
-/// An export whose queues are at rest. `T` describes a session of its protocol.
+/// An export with drained queues. `T` describes a session of its protocol.
 #[derive(Debug)]
 pub struct ExportState<T> {
-    /// What it listens with.
+    /// Its listening socket.
     pub listener: OwnedFd,
     /// Where its socket is.
     pub path: PathBuf,
-    /// Device and inode of the socket there, so that nobody else's is removed in the end.
+    /// Device and inode of its socket file, so that another's is not removed at the end.
     pub identity: (u64, u64),
     /// Queues it has.
     pub made: u16,
@@ -25,7 +25,7 @@ pub struct ExportState<T> {
     pub offered: u16,
     /// Requests that each queue may have in flight, if that was bounded since they were made.
     pub depth: Option<usize>,
-    /// Whether the cache is write-back: what a front-end chose stays chosen.
+    /// Whether the cache is write-back: a front-end's choice is kept.
     pub wce: bool,
     /// The front-end that is connected.
     pub session: Option<T>,
@@ -34,13 +34,13 @@ pub struct ExportState<T> {
 /// An export that is handed over, and rests.
 #[derive(Debug)]
 pub struct Handed<T> {
-    /// What is to be taken: all descriptors are duplicates.
+    /// State to be taken: all descriptors are duplicates.
     pub state: ExportState<T>,
     /// Until when it rests.
     pub rest: QuiescedExport,
 }
 
-/// An export that rests until it is known whether somebody takes it. Dropping this lets it go on.
+/// An export that stays quiesced until the result of its handover. Dropping this resumes it.
 pub struct QuiescedExport {
     /// There until it is dropped.
     verdict: Option<Sender<()>>,
@@ -52,16 +52,16 @@ impl QuiescedExport {
         QuiescedExport { verdict: Some(verdict), caller }
     }
 
-    /// Somebody has taken it: the export ends, and leaves its socket and its front-end alone.
+    /// Another process has taken it: the export ends without touching its socket and its front-end.
     pub fn let_go(self) {
-        // An export that has ended meanwhile has nothing to let go of.
+        // An export that has ended meanwhile needs no verdict.
         let _ = self.verdict.as_ref().map(|verdict| verdict.send(()));
     }
 }
 
 impl Drop for QuiescedExport {
     fn drop(&mut self) {
-        // Before the export looks.
+        // Before the export checks.
         self.verdict = None;
         self.caller.call();
     }

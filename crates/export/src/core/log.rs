@@ -1,6 +1,6 @@
-//! The log lines that the front-ends of one export cause. Their number is limited, whatever a front-end does.
+//! Log lines caused by the front-ends of one export, limited in number.
 //!
-//! Shared by the export and its queues, all of them on the slow path.
+//! Shared by the export and its queues, on the slow path only.
 
 use std::fmt::Display;
 use std::sync::{Mutex, PoisonError};

@@ -1,9 +1,8 @@
-//! What every front end stands on, whatever its protocol: the control loop that runs all exports of a daemon, the
-//! sockets they listen on and who accepts there, their log; an export's life from front-end to front-end; the queues
-//! with their bios, bounds and commands.
+//! The core of all front ends, for any protocol: the control loop that runs all exports of a daemon, their listening
+//! sockets and acceptors, their log; the life of an export; the queues with their bios, bounds and commands.
 //!
-//! A protocol implements [`FrontEndSession`], for what a connection says, and [`QueueSession`], for what lies in a
-//! ring. Nothing here names a protocol.
+//! A protocol implements [`FrontEndSession`] for the messages of a connection, and [`QueueSession`] for the content of
+//! a ring. Nothing here names a protocol.
 
 mod acceptor;
 mod control_loop;

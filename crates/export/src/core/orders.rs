@@ -1,8 +1,7 @@
-//! What an export may be told while it serves, from outside its socket: another size, other limits, another number of
-//! queues.
+//! Orders to a serving export from outside its socket: another size, other limits, another number of queues.
 //!
-//! The export itself does it, in a step between two messages of its front-end or while it waits for one. So nothing
-//! changes under a message; and a front-end that stops in the middle of one, or never reads an answer, delays nothing.
+//! The export executes them in a step between two messages of its front-end or while it waits for one. So nothing
+//! changes during a message; and a front-end that stops in the middle of one, or never reads a reply, delays no order.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -14,26 +13,26 @@ use super::front_end::FrontEndSession;
 use super::handover::Handed;
 use super::queue::QueueRemote;
 
-/// What came of a change.
+/// Result of a change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Changed {
     /// No front-end is connected; the next finds it so.
     Unseen,
     /// The front-end need not know.
     Silent,
-    /// The front-end was told.
+    /// The front-end was notified.
     Told,
-    /// The front-end cannot be told, and finds it so when it looks.
+    /// The front-end cannot be notified, and sees it when it reads the configuration.
     Untold,
 }
 
-/// What an export is told.
+/// An order to an export.
 pub(super) enum ExportCommand<F: FrontEndSession> {
     /// The device is this from now on.
     Change(Arc<DeviceInfo>, Sender<Result<Changed, String>>),
-    /// Each queue has no more than so many requests in flight; the answer is what that came to.
+    /// Limits the requests in flight of each queue; the answer is the new limit.
     Depth(usize, Sender<Result<usize, String>>),
-    /// Each queue orders what waits by this scheduler.
+    /// Sets the scheduler of each queue.
     Schedule(SchedulerConfig, Sender<Result<(), String>>),
     /// Each queue passes these limits.
     Rates(Vec<Arc<RateLimit>>, Sender<Result<(), String>>),
@@ -41,11 +40,11 @@ pub(super) enum ExportCommand<F: FrontEndSession> {
     Offer(u16, Vec<QueueRemote<F::Queue>>, Sender<Result<Changed, String>>),
     /// Say that orders are heard.
     Hear(Sender<()>),
-    /// Come to rest, and wait until it is known whether somebody else goes on.
+    /// Drains, and waits for the result of a handover.
     HandOver(Sender<Result<Handed<F::State>, String>>),
 }
 
-/// A hand on an export from outside. Cloned at will; keeps nothing alive.
+/// A handle on an export. Cloned at will; keeps nothing alive.
 pub struct ExportHand<F: FrontEndSession> {
     orders: Sender<ExportCommand<F>>,
     caller: EndpointCaller,
@@ -67,27 +66,24 @@ pub(super) fn orders<F: FrontEndSession>(caller: EndpointCaller) -> (ExportHand<
 }
 
 impl<F: FrontEndSession> ExportHand<F> {
-    /// Asks that the device be this from now on: of another size, of other limits. Queues finish what they fetched,
-    /// change and go on; a front-end that can be told hears of another size. The channel ends without an answer if the
-    /// export has ended.
+    /// Changes the device: another size, other limits. Queues drain, change and continue; a front-end that can be
+    /// notified learns of another size. The channel ends without an answer if the export has ended.
     pub fn change(&self, info: Arc<DeviceInfo>) -> Receiver<Result<Changed, String>> {
         self.give(|answer| ExportCommand::Change(info, answer))
     }
 
-    /// Asks that each queue have no more than so many requests in flight. What the limit has become is the answer: at
-    /// most what the queues were made for.
+    /// Limits the requests in flight of each queue. The answer is the new limit: at most the one the queues were made
+    /// for.
     pub fn set_depth(&self, depth: usize) -> Receiver<Result<usize, String>> {
         self.give(|answer| ExportCommand::Depth(depth, answer))
     }
 
-    /// Asks that each queue order what waits by this scheduler from now on. Nothing is lost, and nothing has to come to
-    /// rest.
+    /// Sets the scheduler of each queue. No bio is lost, and no queue is drained.
     pub fn schedule(&self, config: SchedulerConfig) -> Receiver<Result<(), String>> {
         self.give(|answer| ExportCommand::Schedule(config, answer))
     }
 
-    /// Asks that what passes its queues, all together, pass each of these limits from now on; none is no limit. Nothing
-    /// has to come to rest.
+    /// Sets the rate limits of its queues together; empty for unlimited. No queue is drained.
     pub fn set_rates(&self, limits: Vec<Arc<RateLimit>>) -> Receiver<Result<(), String>> {
         self.give(|answer| ExportCommand::Rates(limits, answer))
     }
@@ -99,21 +95,21 @@ impl<F: FrontEndSession> ExportHand<F> {
         self.give(|answer| ExportCommand::Offer(queues, more, answer))
     }
 
-    /// Asks whether orders are heard by now: not while it waits for a device, or for what its front-end sent. The
-    /// channel ends without an answer if the export has ended.
+    /// Asks whether orders are executed by now: not while it waits for a device, or for a descriptor of its front-end.
+    /// The channel ends without an answer if the export has ended.
     pub fn hears(&self) -> Receiver<()> {
         self.give(ExportCommand::Hear)
     }
 
-    /// Asks that it come to rest with all it serves, so that another process can go on with that. It rests until what
-    /// comes is let go of or dropped.
+    /// Drains the export, so that another process can continue with it. It stays quiesced until the answer is let go of
+    /// or dropped.
     pub fn hand_over(&self) -> Receiver<Result<Handed<F::State>, String>> {
         self.give(ExportCommand::HandOver)
     }
 
     fn give<T>(&self, order: impl FnOnce(Sender<T>) -> ExportCommand<F>) -> Receiver<T> {
         let (answer, wait) = channel();
-        // If the export is over the order is dropped, and the channel for the answer with it.
+        // If the export has ended the order is dropped, and with it the channel for the answer.
         let _ = self.orders.send(order(answer));
         self.caller.call();
         wait

@@ -1,18 +1,17 @@
-//! One export: takes one front-end after another, and has its protocol handle what it says.
+//! One export: accepts one front-end after another, and has its protocol handle their messages.
 //!
 //! ```text
 //!              a connection                       an order to hand over
-//!   waiting ─────────────────▶ connected ───────────────────────────────▶ resting ──▶ over, if another process goes on
+//!   waiting ─────────────────▶ connected ───────────────────────────────▶ quiesced ─▶ over, if another continues
 //!      ▲                        │     ▲                                      │
-//!      └── the front-end left ──┘     └──────── back to where it was ────────┘
+//!      └── the front-end left ──┘     └──────── resumes its last state ──────┘
 //! ```
 //!
 //! While a front-end is connected the next one waits in the socket's backlog, and the log says so. When one leaves, or
-//! sends what cannot be answered, its queues finish what they fetched, its memory is let go, and the next finds the
-//! disk as it is. Between two messages, or while nobody is connected, the export does what it is told from outside (see
-//! [`super::orders`]).
+//! sends an invalid message, its queues drain, its memory is released, and the next one finds the disk in that state.
+//! Between two messages, or while no front-end is connected, the export executes orders (see [`super::orders`]).
 //!
-//! It is an [`Endpoint`] of a control loop: a step waits for its own queues, for the receiver, and for nothing else.
+//! It is an [`Endpoint`] of a control loop: a step waits only for its own queues and for the receiver.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -35,14 +34,14 @@ use super::waiters::Waiters;
 /// How long an export waits that could not take a connection: out of descriptors, most likely.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// What others may know of an export while it serves.
+/// State of a serving export, for other threads.
 #[derive(Debug)]
 pub struct ExportStatus<V> {
     log: Arc<ExportLog>,
     connected: AtomicBool,
     sessions: AtomicU64,
     offered: AtomicU16,
-    /// None is zero.
+    /// Zero for unset.
     depth: AtomicUsize,
     session: Mutex<V>,
 }
@@ -84,7 +83,7 @@ impl<V: Clone + Default> ExportStatus<V> {
         Some(self.depth.load(Ordering::Relaxed)).filter(|depth| *depth > 0)
     }
 
-    /// The front-end that is connected, as of its last message; none if there is none.
+    /// The connected front-end, as of its last message, if any.
     pub fn session(&self) -> Option<V> {
         let session = self.session.lock().unwrap_or_else(PoisonError::into_inner);
         self.is_connected().then(|| session.clone())
@@ -95,7 +94,7 @@ impl<V: Clone + Default> ExportStatus<V> {
     }
 }
 
-/// An export that serves. Dropped, it is asked to end, and waited for: nothing of it is left behind, its socket either.
+/// A serving export. Dropping it asks it to end, and waits: it leaves nothing behind, and removes its socket.
 pub struct Server<F: FrontEndSession> {
     end: Arc<EndpointEnd>,
     stop: Stop,
@@ -103,11 +102,11 @@ pub struct Server<F: FrontEndSession> {
     hand: ExportHand<F>,
     /// It is not waited for any more.
     is_done: bool,
-    /// What runs it. Last: it may end with this.
+    /// Its control loop. Last: it may end with this.
     _control: ControlLoop,
 }
 
-/// How an export is told to end.
+/// Handle to stop an export.
 #[derive(Clone)]
 struct Stop {
     asked: Arc<AtomicBool>,
@@ -115,7 +114,7 @@ struct Stop {
 }
 
 impl<F: FrontEndSession> Server<F> {
-    /// Serves a disk on a socket, from now on, with a control loop of its own.
+    /// Serves a disk on a socket, with a private control loop.
     ///
     /// # Errors
     /// The system gives no thread or descriptor.
@@ -123,10 +122,10 @@ impl<F: FrontEndSession> Server<F> {
         Server::start_on(&ControlLoop::start()?, socket, config)
     }
 
-    /// The same, with a control loop that it shares with other exports. None holds up another.
+    /// The same, with a control loop that it shares with other exports. None delays another.
     ///
     /// # Errors
-    /// The socket cannot be waited for.
+    /// The socket cannot be polled.
     pub fn start_on(
         control: &ControlLoop,
         socket: impl Into<Arc<BoundSocket>>,
@@ -136,11 +135,11 @@ impl<F: FrontEndSession> Server<F> {
         Server::add(control, socket.into(), status, ExportPhase::Waiting(config, None))
     }
 
-    /// Prepares to go on with an export that another process has handed over, on its socket. Nothing is served, and
-    /// nothing of the other process is touched, before [`Taking::go`].
+    /// Prepares to continue with an export that another process has handed over, on its socket. No request is served,
+    /// and the other process is not affected, before [`Taking::go`].
     ///
     /// # Errors
-    /// The session is none that this disk could have, or the system gives no thread or descriptor.
+    /// The session is impossible for this disk, or the system gives no thread or descriptor.
     pub fn take_over(
         socket: impl Into<Arc<BoundSocket>>,
         config: ExportConfig<F>,
@@ -211,7 +210,7 @@ impl<F: FrontEndSession> Server<F> {
         &self.hand
     }
 
-    /// What others may know of it.
+    /// Its state for other threads.
     pub fn status(&self) -> &Arc<ExportStatus<F::View>> {
         &self.status
     }
@@ -221,7 +220,7 @@ impl<F: FrontEndSession> Server<F> {
         self.end.is_set()
     }
 
-    /// Asks it to end: no new front-end is taken, the one there is let go of once what it had fetched is finished.
+    /// Asks it to end: it accepts no new front-end, and disconnects the present one once its queues have drained.
     pub fn ask_to_stop(&self) {
         self.stop.asked.store(true, Ordering::SeqCst);
         self.stop.caller.call();
@@ -238,7 +237,7 @@ impl<F: FrontEndSession> Drop for Server<F> {
     fn drop(&mut self) {
         if !self.is_done {
             self.ask_to_stop();
-            // What a panic has left may never come to rest.
+            // After a panic an endpoint may never drain.
             if !std::thread::panicking() {
                 self.end.wait();
             }
@@ -256,7 +255,7 @@ pub struct Taking<F: FrontEndSession> {
 impl<F: FrontEndSession> Taking<F> {
     /// Serves from now on: the other process has let go.
     pub fn go(self) -> Server<F> {
-        // The export waits for this and nothing else.
+        // The export waits only for this.
         let _ = self.go.send(());
         self.server.stop.caller.call();
         self.server
@@ -268,7 +267,7 @@ impl<F: FrontEndSession> Taking<F> {
     }
 }
 
-/// What an export begins with: nobody, or a front-end whose queues run once it has begun with this.
+/// Initial state of an export: no front-end, or one whose queues run once it has begun with this.
 enum Begin<F: FrontEndSession> {
     Waiting(ExportConfig<F>),
     Connected(Box<F>, F::Start),
@@ -280,21 +279,21 @@ struct ConnectedFrontEnd<F> {
     waiters: Waiters,
 }
 
-/// What an export is at.
+/// State of an export.
 enum ExportPhase<F: FrontEndSession> {
-    /// It was handed over by another process, which has not let go yet.
+    /// Handed over by another process, which has not let go yet.
     Prepared(Receiver<()>, Begin<F>),
-    /// Nobody is connected. No connection is taken before this time, if there is one.
+    /// No front-end is connected. No connection is accepted before this time, if set.
     Waiting(ExportConfig<F>, Option<Instant>),
     /// A front-end is connected.
     Connected(Box<ConnectedFrontEnd<F>>),
-    /// It rests until it is known whether another process goes on with it.
+    /// Quiesced until the result of its handover.
     Resting(Receiver<()>, Rested<F>),
     /// It has ended.
     Over,
 }
 
-/// An export that rests: nobody is connected, or somebody whose queues of these numbers ran.
+/// A quiesced export: without a front-end, or with one whose queues of these numbers ran.
 enum Rested<F: FrontEndSession> {
     Waiting(ExportConfig<F>),
     Connected(Box<ConnectedFrontEnd<F>>, Vec<usize>),
@@ -306,7 +305,7 @@ struct ExportEndpoint<F: FrontEndSession> {
     phase: ExportPhase<F>,
 }
 
-/// What an export has to do with: its socket, what reaches it from elsewhere, and what it tells.
+/// Resources of an export: its socket, its orders, and its state for others.
 struct ExportContext<F: FrontEndSession> {
     socket: Arc<BoundSocket>,
     stop: Stop,
@@ -360,7 +359,7 @@ impl<F: FrontEndSession> ExportContext<F> {
                     }
                 }
                 Err(TryRecvError::Empty) if !stops => (ExportPhase::Prepared(told, begin), false),
-                // Without a word it was all for nothing.
+                // The other process ended without a message: the preparation is dropped.
                 Err(_) => (ExportPhase::Over, false),
             },
             ExportPhase::Waiting(..) if stops => (ExportPhase::Over, false),
@@ -445,7 +444,7 @@ impl<F: FrontEndSession> ExportContext<F> {
         }
     }
 
-    /// A session ends: its queues finish what they fetched.
+    /// A session ends: its queues drain.
     fn end(&self, session: F, end: &SessionEnd<F::Error>) -> ExportPhase<F> {
         let (config, outcome) = session.end(end);
         self.status.connected.store(false, Ordering::Relaxed);
@@ -456,8 +455,8 @@ impl<F: FrontEndSession> ExportContext<F> {
         if matches!(end, SessionEnd::Handed) { ExportPhase::Over } else { ExportPhase::Waiting(config, None) }
     }
 
-    /// Does what was ordered. Stops where it has come to rest to be handed over: says where it will be known whether
-    /// another process goes on, and which queues ran.
+    /// Executes orders. Stops after draining for a handover: returns the channel of the result, and the queues that
+    /// ran.
     fn obey(&self, subject: &mut Subject<'_, F>) -> Option<(Receiver<()>, Vec<usize>)> {
         while let Some(order) = self.orders.next() {
             match order {
@@ -493,7 +492,7 @@ impl<F: FrontEndSession> ExportContext<F> {
         None
     }
 
-    /// Has these queues as well, and offers so many to the next front-end: one that is connected keeps what it has.
+    /// Adds these queues, and offers this number to the next front-end: a connected one keeps its number.
     fn offer(
         &self,
         subject: &mut Subject<'_, F>,
@@ -509,7 +508,7 @@ impl<F: FrontEndSession> ExportContext<F> {
         Ok(if matches!(subject, Subject::Connected(..)) { Changed::Silent } else { Changed::Unseen })
     }
 
-    /// Comes to rest, and describes all there is for who asks. Goes on at once if that cannot be told.
+    /// Drains, and describes its state for the requester. Resumes at once if that fails.
     fn hand_over(
         &self,
         subject: &mut Subject<'_, F>,
@@ -536,7 +535,7 @@ impl<F: FrontEndSession> ExportContext<F> {
             })
         });
         let rests = state.is_ok();
-        // Whoever drops the one lets us know through the other.
+        // Dropping one end is seen at the other.
         let (verdict, said) = channel();
         let rest = QuiescedExport::new(verdict, self.stop.caller.clone());
         let told = answer.send(state.map(|state| Handed { state, rest })).is_ok();
@@ -550,7 +549,7 @@ impl<F: FrontEndSession> ExportContext<F> {
     }
 }
 
-/// What orders are about: an export that waits, or one with a front-end.
+/// Subject of an order: a waiting export, or one with a front-end.
 enum Subject<'a, F: FrontEndSession> {
     Waiting(&'a mut ExportConfig<F>),
     Connected(&'a mut F),

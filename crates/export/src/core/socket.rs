@@ -1,4 +1,4 @@
-//! The socket an export listens on: where it may be made, and who may connect.
+//! The listening socket of an export: its path, and who may connect.
 
 use std::fmt;
 use std::io;
@@ -16,8 +16,8 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connec
 
 use super::acceptor::{Accepted, Acceptor, DirectAcceptor};
 
-/// How long to wait, time after time, for a socket that somebody listens on: of a daemon that was killed a last
-/// duplicate may be open for a moment. Each time costs that listener a connection.
+/// Pauses between attempts while a socket has a listener: a last duplicate of a killed daemon's may be open for a
+/// moment. Each attempt costs that listener a connection.
 const ALIVE_WAITS: [Duration; 3] = [Duration::from_millis(50), Duration::from_millis(200), Duration::from_millis(800)];
 
 /// Where an export listens.
@@ -25,7 +25,7 @@ const ALIVE_WAITS: [Duration; 3] = [Duration::from_millis(50), Duration::from_mi
 pub struct SocketConfig {
     /// The path of the socket.
     pub path: PathBuf,
-    /// Its permissions; what the umask leaves, if not given.
+    /// Its permissions; by default those of the umask.
     pub mode: Option<u32>,
     /// The number of the group it belongs to; the process's own, if not given.
     pub group: Option<u32>,
@@ -34,7 +34,7 @@ pub struct SocketConfig {
 /// Why a socket cannot be had.
 #[derive(Debug, thiserror::Error)]
 pub enum SocketError {
-    /// Somebody listens there.
+    /// It has a listener.
     #[error("socket {}: another server is listening on it; stop that one or choose another path", .0.display())]
     Alive(PathBuf),
     /// Something else has that name.
@@ -48,11 +48,11 @@ pub enum SocketError {
     System {
         /// The path of the socket.
         path: PathBuf,
-        /// What was being done.
+        /// Failed operation.
         doing: &'static str,
-        /// What helps.
+        /// Cure.
         cure: &'static str,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
 }
@@ -70,7 +70,7 @@ pub struct BoundSocket {
 }
 
 impl BoundSocket {
-    /// Listens at the path. A socket that nobody listens on any more is replaced.
+    /// Listens at the path. A socket without a listener is replaced.
     ///
     /// # Errors
     /// See [`SocketError`].
@@ -120,21 +120,21 @@ impl BoundSocket {
         BoundSocket { listener, acceptor, path, identity, owned: AtomicBool::new(false) }
     }
 
-    /// Has its connections be taken by somebody else than the threads that serve them, and the socket be closed there:
-    /// for front-ends that are not trusted to send only descriptors which can be closed.
+    /// Has its connections accepted by another process, and the socket closed there: for front-ends that are not
+    /// trusted to send only descriptors whose close cannot block.
     ///
     /// # Errors
-    /// That one cannot serve it.
+    /// The acceptor cannot serve it.
     pub fn accept_through(mut self, acceptor: Arc<dyn Acceptor>) -> io::Result<BoundSocket> {
         acceptor.listen(&self.path, self.listener().as_fd())?;
         self.acceptor = acceptor;
         Ok(self)
     }
 
-    /// Takes the next connection of a socket that is non-blocking; none if none waits.
+    /// Accepts the next connection of a non-blocking socket; `None` if none waits.
     ///
     /// # Errors
-    /// It cannot be had.
+    /// It cannot be accepted.
     pub fn accept(&self) -> io::Result<Option<Accepted>> {
         let mut waiting = [PollFd::new(self.listener(), PollFlags::IN)];
         match poll(&mut waiting, Some(&Timespec::default()))? {
@@ -166,7 +166,7 @@ impl BoundSocket {
         }
     }
 
-    /// What it listens with.
+    /// Its listening socket.
     pub fn listener(&self) -> &UnixListener {
         let Some(listener) = &self.listener else { unreachable!("it is closed last") };
         listener
@@ -192,10 +192,10 @@ impl fmt::Debug for BoundSocket {
     }
 }
 
-/// Listens at a path. A `private` socket can be reached by its owner alone from the first moment on, whatever the
-/// umask, and is to be opened to others by its path.
+/// Listens at a path. A `private` socket is accessible to its owner only from the first moment, for any umask, and is
+/// opened to others by its path later.
 fn listen_at(path: &Path, private: bool) -> Result<UnixListener, Errno> {
-    /// As many as the system allows; what the standard library asks for.
+    /// The system's maximum; the default of the standard library.
     const BACKLOG: i32 = -1;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     if private {
@@ -215,7 +215,7 @@ fn umask() -> u32 {
     said.and_then(|umask| u32::from_str_radix(umask.trim(), 8).ok()).unwrap_or(0o077)
 }
 
-/// Makes room for a socket: nothing there is fine, a dead socket is removed, anything else stays.
+/// Makes room for a socket: a missing file is fine, a dead socket is removed, any other file stays.
 fn remove_stale<F>(path: &Path, failed: &impl Fn(&'static str, &'static str) -> F) -> Result<(), SocketError>
 where
     F: FnOnce(io::Error) -> SocketError,
@@ -228,7 +228,7 @@ where
     if !metadata.file_type().is_socket() {
         return Err(SocketError::NotASocket(path.into()));
     }
-    // A full backlog is somebody who listens.
+    // A full backlog has a listener.
     let is_alive = |knocked: &Result<(), Errno>| matches!(knocked, Ok(()) | Err(Errno::AGAIN));
     let mut knocked = knock(path);
     for wait in ALIVE_WAITS {
@@ -249,7 +249,7 @@ where
     }
 }
 
-/// Connects, and leaves. Does not wait for a listener that takes nobody.
+/// Connects, and disconnects. Does not wait for a listener that accepts no connection.
 fn knock(path: &Path) -> Result<(), Errno> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
@@ -304,7 +304,7 @@ mod tests {
 
     #[test]
     fn a_socket_is_never_more_open_than_it_is_to_be() {
-        /// As many as show the fault many times over, on one CPU too.
+        /// Enough to show the fault many times, on one CPU too.
         const BINDS: usize = 2000;
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("s");

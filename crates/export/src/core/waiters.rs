@@ -1,6 +1,6 @@
-//! Other front-ends that wait at the socket of one that is connected: when to look for them, and what to say.
+//! Front-ends that wait at the socket while another is connected: when to check for them, and the log line.
 //!
-//! Owned by the export while a front-end is connected. Takes no connection.
+//! Owned by the export while a front-end is connected. Accepts no connection.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -15,15 +15,15 @@ const GRACE: Duration = Duration::from_millis(300);
 /// How often it is said, at most, while one front-end is connected.
 const INTERVAL: Duration = Duration::from_mins(1);
 
-/// Looks at the socket of a connected front-end for others that wait there.
+/// Checks the socket of a connected front-end for waiting ones.
 #[derive(Debug, Default)]
 pub(super) struct Waiters {
     /// The process of the front-end that is connected; 0 if it is not known.
     connected: i32,
-    /// When one was first seen that still may have to be told of.
+    /// When a waiting one was first seen that is not logged yet.
     seen: Option<Instant>,
     told: Option<Instant>,
-    /// Whether the export is to be run when somebody waits at its socket, and when it is to be run at the latest.
+    /// Whether the export is to run when a front-end waits at its socket, and the latest time of its next run.
     pub(super) looks: bool,
     pub(super) deadline: Option<Instant>,
 }
@@ -34,7 +34,7 @@ impl Waiters {
         Waiters { connected, ..Waiters::default() }
     }
 
-    /// Looks for others at the export's socket, if it is time to, and tells of them in the log. They wait on.
+    /// Checks the export's socket for waiting front-ends, if it is time to, and logs them. They continue to wait.
     pub(super) fn look_at(&mut self, socket: &BoundSocket, log: &ExportLog) {
         loop {
             let now = Instant::now();
@@ -48,13 +48,13 @@ impl Waiters {
             if self.found(waits, now) {
                 log.warn(second_front_end(self.connected));
             } else if self.looks && !waits {
-                // Until somebody comes.
+                // Until one arrives.
                 return;
             }
         }
     }
 
-    /// Whether the socket is to be looked at now, and for how long, at most; else how long not.
+    /// Whether the socket is to be polled now, and until when; otherwise the time until the next poll.
     fn look(&self, now: Instant) -> (bool, Option<Duration>) {
         match (self.seen.map(|seen| seen + GRACE), self.told.map(|told| told + INTERVAL)) {
             (Some(due), _) => (now >= due, Some(due.saturating_duration_since(now))),
@@ -63,7 +63,7 @@ impl Waiters {
         }
     }
 
-    /// What a look has found. True if it is to be said that another front-end waits.
+    /// Result of a poll. True if the log is to say that another front-end waits.
     fn found(&mut self, waits: bool, now: Instant) -> bool {
         let is_due = waits && self.seen.is_some();
         self.seen = (waits && !is_due).then_some(now);
@@ -74,7 +74,7 @@ impl Waiters {
     }
 }
 
-/// What there is to say of another front-end that waits while that of this process is connected; 0 if it is not known.
+/// Log text for another front-end that waits while that of this process is connected; 0 if unknown.
 fn second_front_end(connected: i32) -> String {
     format!(
         "another front-end waits for this socket, and is served when {} leaves; end that one, or serve the second an \
@@ -83,7 +83,7 @@ fn second_front_end(connected: i32) -> String {
     )
 }
 
-/// Who this process is.
+/// Description of this process.
 fn peer(pid: i32) -> Option<String> {
     let comm = std::fs::read_to_string(PathBuf::from(format!("/proc/{pid}/comm"))).ok()?;
     Some(format!("process {pid} ({})", comm.trim().escape_debug()))

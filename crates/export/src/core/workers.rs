@@ -64,7 +64,7 @@ impl PoolShared {
                 let began = state.looks;
                 state.recent += 1;
                 drop(state);
-                // A panic ends the endpoint; whoever waits for that hears it, and it was logged when it happened.
+                // A panic ends the endpoint; its waiters see that, and it was logged when it happened.
                 let _ = catch_unwind(AssertUnwindSafe(step));
                 state = self.state();
                 *(if began == state.looks { &mut state.recent } else { &mut state.blocked }) -= 1;
@@ -82,7 +82,7 @@ impl PoolShared {
             }
         }
         state.threads -= 1;
-        // Who closes the pool waits for this. The other threads would wait anew.
+        // The closing thread waits for this. The other threads would wait again.
         if state.is_closed {
             self.changed.notify_all();
         }
@@ -107,7 +107,7 @@ impl WorkerPool {
         }
     }
 
-    /// When to look whether a step has waited for too long.
+    /// When to check for a step that has waited for too long.
     pub(super) fn deadline(&self) -> Option<Instant> {
         self.shared.state().waiting.front().map(|(_, since)| *since + GRACE)
     }
@@ -119,7 +119,7 @@ impl WorkerPool {
         if !is_late {
             return;
         }
-        // The next look is due after the same time.
+        // The next check is due after the same time.
         state.waiting.iter_mut().for_each(|(_, since)| *since = now);
         let more = state.blocked.clamp(1, state.waiting.len());
         state.looks += 1;

@@ -1,14 +1,13 @@
-//! What a front-end gets wrong at its first try, and the words that put it right: memory that is not shared, and more
-//! queues than are served.
+//! Common mistakes of front-ends, with their log lines: memory that is not shared, and more queues than are served.
 //!
-//! Only says so in the log. What is refused, and when, is decided elsewhere.
+//! Logs only. Refusals are decided elsewhere.
 
 use blkyard_virtio::RingSetupError;
 
 use crate::vhost_user::backend::QUEUES_MAX;
 use crate::vhost_user::memory::Memory;
 
-/// How QEMU is told to share a guest's memory.
+/// QEMU's options for shared guest memory.
 const SHARE: &str = "start QEMU with -object memory-backend-memfd,id=mem,size=SIZE,share=on -machine memory-backend=mem, \
                      where SIZE is that of -m";
 
@@ -26,7 +25,7 @@ pub(crate) fn no_ring(memory: &Memory, error: RingSetupError) -> String {
     }
 }
 
-/// What there is to say of memory in which a guest has set up a ring, and which is blank.
+/// Log text for a guest's ring in blank memory.
 pub(crate) fn blank_memory() -> String {
     // QEMU before 11 sends the descriptor of memory that it maps for itself alone.
     format!(
@@ -34,13 +33,13 @@ pub(crate) fn blank_memory() -> String {
     )
 }
 
-/// What there is to say of a queue that is not served.
+/// Log text for a queue that is not served.
 pub(crate) fn no_queue(index: u32, served: usize) -> String {
     let cure = more_queues(served);
     format!("no queue {index}: {served} are served; {cure}")
 }
 
-/// What there is to say of a front-end that leaves as soon as it is told how many queues are served.
+/// Log text for a front-end that leaves on learning the number of queues.
 pub(crate) fn left_at_queues(served: usize) -> String {
     let cure = more_queues(served);
     format!("the front-end disconnected after it read that {served} queues are served; if it needs more, {cure}")

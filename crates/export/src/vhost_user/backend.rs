@@ -1,9 +1,9 @@
-//! The control path of one vhost-user-blk export: what the front-end's messages mean.
+//! The control path of one vhost-user-blk export: handles the front-end's messages.
 //!
-//! Owned by its export, which handles one message at a time. It keeps what the front-end has said of each
-//! ring; a ring runs while it has size, addresses and a kick descriptor and is enabled. Whenever something changes
-//! under a running ring, memory above all, the ring is suspended first: what was fetched is finished, then it goes on
-//! from where it stood (see [`rings`]). Nothing here touches a ring or a request.
+//! Owned by its export, which handles one message at a time. It keeps the front-end's settings of each ring; a ring
+//! runs while it has size, addresses and a kick descriptor and is enabled. Before a change under a running ring, of
+//! memory above all, the ring is suspended: it drains, and continues from the same position (see [`rings`]). Rings and
+//! requests are never touched here.
 
 mod log;
 mod messages;
@@ -42,10 +42,10 @@ use rings::{Kick, Vring, may_have_size};
 pub const QUEUES_MAX: u16 = 64;
 /// Entries one ring may have: QEMU's bound for virtio devices.
 pub const QUEUE_SIZE_MAX: u16 = 1024;
-/// Data segments one request may have: what fits a ring of 128 with header and status, as other back-ends offer.
+/// Data segments of a request: as many as fit a ring of 128 with header and status, the value of other back-ends.
 pub const SEG_MAX: u32 = 126;
 
-/// What we can do beyond the bare protocol.
+/// Supported protocol features.
 const PROTOCOL_FEATURES: VhostUserProtocolFeatures = VhostUserProtocolFeatures::MQ
     .union(VhostUserProtocolFeatures::CONFIG)
     .union(VhostUserProtocolFeatures::REPLY_ACK)
@@ -61,29 +61,29 @@ pub(crate) struct Backend {
     config: BackendConfig,
     vrings: Vec<Vring>,
     memory: Memory,
-    /// Keeps the memory mapped for the device, whatever its queues do meanwhile.
+    /// Keeps the memory mapped for the device, independent of its queues.
     mappings: Vec<DmaMapping>,
-    /// Whether it was looked at for what a guest must have left there.
+    /// Whether it was checked for signs of a guest.
     memory_seen: bool,
-    /// Where the queues record what is in flight, if the front-end keeps such memory.
+    /// In-flight records of the queues, if the front-end keeps such memory.
     records: Option<Records>,
-    /// Where the front-end looks for the pages that were written, once it has said so.
+    /// Log of written pages, once the front-end has set it.
     log: Option<Arc<DirtyLog>>,
-    /// What it is told by that something was noted there, if it wants to be.
+    /// Eventfd that announces log entries, if the front-end wants it.
     log_eventfd: Option<Arc<EventFd>>,
-    /// What the front-end took of what we offered; nothing before it says.
+    /// Negotiated features; empty before.
     features: Features,
     /// The same of the protocol; and all that it ever took, by which something may have been set up.
     protocol: Option<u64>,
     protocol_ever: u64,
-    /// Whether writes may wait for a flush; nobody's before features are taken.
+    /// Whether writes may wait for a flush; undefined before the negotiation.
     write_back: Arc<AtomicBool>,
     connection: Arc<UnixStream>,
     /// Where its lines go, but for those of debugging.
     lines: Arc<ExportLog>,
-    /// On which the front-end is told what changes by itself.
+    /// Back-end channel to the front-end.
     channel: Option<BackendChannel>,
-    /// The lane of one of the queues has ended: no session can go on, or begin.
+    /// The lane of one of the queues has ended: no session can continue, or begin.
     lane_gone: bool,
 }
 
@@ -110,11 +110,11 @@ impl Backend {
         }
     }
 
-    /// Finishes what was fetched, lets go of the guest's memory, and gives the queues back for the next session.
-    /// Without their lane there is no next session; the queues on other lanes are at rest all the same.
+    /// Drains the queues, releases the guest's memory, and returns the queues for the next session. Without their lane
+    /// there is no next session; the queues on other lanes are drained all the same.
     pub(crate) fn end(mut self) -> (BackendConfig, Result<()>) {
         let _ = self.suspend_all();
-        // One that did not come to rest has lost its lane, and its poller with it.
+        // One that did not drain has lost its lane, and its poller with it.
         self.config.queues.iter().for_each(VirtqueueRemote::close);
         (self.config, if self.lane_gone { Err(Error::BackendInternalError) } else { Ok(()) })
     }
@@ -123,13 +123,12 @@ impl Backend {
         &mut self.config
     }
 
-    /// The front-end is told here of what changes by itself.
+    /// Sets the back-end channel.
     pub(crate) fn set_channel(&mut self, channel: BackendChannel) {
         self.channel = Some(channel);
     }
 
-    /// The device is this from now on: queues finish what they fetched, change and go on where they stood. Of another
-    /// size the front-end is told.
+    /// Changes the device: queues drain, change and continue. The front-end is notified of another size.
     pub(crate) fn change(&mut self, info: &Arc<DeviceInfo>) -> std::result::Result<Changed, String> {
         let resized = info.capacity_sectors != self.config.disk.info().capacity_sectors;
         let running = self.suspend_all().map_err(|error| error.to_string())?;
@@ -149,8 +148,8 @@ impl Backend {
         }
     }
 
-    /// All that somebody needs to go on with the session, of whose message this has come. The queues come to rest, and
-    /// stay so; says which ran.
+    /// State with which another process continues the session, with the received part of a message. The queues drain,
+    /// and stay so; returns those that ran.
     pub(crate) fn hand_over(&mut self, part: Message) -> (Vec<usize>, std::result::Result<SessionState, String>) {
         let running = match self.suspend_all() {
             Ok(running) => running,
@@ -164,7 +163,7 @@ impl Backend {
         (running, state().map_err(|error: std::io::Error| error.to_string()))
     }
 
-    /// Nobody goes on with it but us.
+    /// The handover has failed: resumes.
     pub(crate) fn go_on(&mut self, running: Vec<usize>) {
         for index in running {
             if let Err(error) = self.run_if_ready(index) {
@@ -173,7 +172,7 @@ impl Backend {
         }
     }
 
-    /// What there is to see of the session.
+    /// State of the session for inspection.
     pub(crate) fn view(&self) -> SessionView {
         let queue = |vring: &Vring| VringView { size: vring.size, enabled: vring.enabled, running: vring.running };
         let (regions, memory_bytes) = self.memory.extent();
@@ -204,7 +203,7 @@ impl Backend {
         Error::InvalidParam
     }
 
-    /// Whether writes need a flush to be durable, from what was negotiated (virtio 1.2, 5.2.5.1).
+    /// Updates whether writes need a flush to be durable, from the negotiation (virtio 1.2, 5.2.5.1).
     fn update_write_back(&self) {
         let flush = self.features.contains(Features::FLUSH);
         let wce = self.config.disk.wce();
@@ -212,7 +211,7 @@ impl Backend {
         self.write_back.store(write_back, Ordering::Release);
     }
 
-    /// Makes durable what completed while writes were not: a driver in write-through mode flushes no more.
+    /// Makes completed writes durable: a driver in write-through mode sends no more flushes.
     fn flush(&self) -> Result<()> {
         let Some(index) = self.vrings.iter().position(|vring| vring.running) else { return Ok(()) };
         match self.config.queues[index].flush() {
@@ -410,7 +409,7 @@ impl VhostUserBackendReqHandlerMut for Backend {
 
     fn get_config(&mut self, offset: u32, size: u32, _flags: VhostUserConfigFlags) -> Result<Vec<u8>> {
         self.config.disk.read(offset, size).ok_or_else(|| {
-            // The session goes on after this one, so a warning would let the front-end write our log.
+            // The session continues after this message, so a warning would let the front-end fill our log.
             tracing::debug!("{}: {size} bytes at {offset} of the configuration are not there", self.config.name);
             Error::InvalidParam
         })
@@ -430,7 +429,7 @@ impl VhostUserBackendReqHandlerMut for Backend {
     }
 
     fn set_backend_req_fd(&mut self, _channel: FrontEndChannel) {
-        // Ours is a copy that can say what this cannot: see `Backend::set_channel`.
+        // Our copy can send messages that this one cannot: see `Backend::set_channel`.
     }
 
     fn set_gpu_socket(&mut self, _gpu_backend: GpuBackend) -> Result<()> {

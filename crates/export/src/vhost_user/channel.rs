@@ -1,10 +1,10 @@
-//! The channel on which we speak to a front-end unasked: it is told that the configuration of its disk has changed.
+//! The back-end channel, on which a front-end is told that the configuration of its disk has changed.
 //!
-//! The front-end sends one end of a socket with a message. The message layer takes that end and has no words for what
-//! we want to say, so we keep a copy of the end.
+//! The front-end sends one end of a socket with a message. The message layer takes that end and cannot send our
+//! messages, so we keep a copy of the end.
 //!
-//! No answer is asked for: the front-end reads the configuration over the other connection while it has ours in hand,
-//! and two that wait for each other wait for ever.
+//! No reply is requested: the front-end reads the configuration over the other connection while it handles our message,
+//! and two sides that wait for each other wait without end.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -19,22 +19,22 @@ use crate::vhost_user::wire::{Message, VERSION};
 pub(crate) struct BackendChannel(OwnedFd);
 
 impl BackendChannel {
-    /// The channel that a message brings, if that is what it is for. The message keeps its own.
+    /// The channel that a message brings, if it is of that kind. The message keeps its own.
     pub(crate) fn of(message: &Message) -> Option<BackendChannel> {
         let brings = message.request() == Some(FrontendReq::SET_BACKEND_REQ_FD.into());
         brings.then(|| message.files.first()?.try_clone().ok().map(BackendChannel)).flatten()
     }
 
-    /// Our end, for who is to speak here after us.
+    /// Our end, for the next process.
     pub(crate) fn end(&self) -> &OwnedFd {
         &self.0
     }
 
-    /// Says that the configuration has changed. A front-end that has not read what it was told before loses nothing if
-    /// this does not fit: it will read the configuration as it is then.
+    /// Reports a changed configuration. A front-end that has not read an earlier report loses nothing if this one does
+    /// not fit: it will read the configuration of that time.
     ///
     /// # Errors
-    /// The other end is gone, or was none.
+    /// The other end is gone, or invalid.
     pub(crate) fn config_changed(&self) -> io::Result<()> {
         let words = [u32::from(BackendReq::CONFIG_CHANGE_MSG), VERSION, 0];
         let message: Vec<u8> = words.into_iter().flat_map(u32::to_ne_bytes).collect();

@@ -1,9 +1,8 @@
-//! The memory in which a session's queues record what is in flight, so that another daemon can go on should this one
-//! die.
+//! The memory of a session's in-flight records, with which another daemon can continue after this one's death.
 //!
-//! Made here when the front-end asks for it, kept by the front-end, and given back to whoever serves it: the daemon
-//! that made it, an older or newer one, another back-end's successor. What comes is looked at before it is mapped. What
-//! is written in it is the business of `blkyard_virtio`.
+//! Made here when the front-end asks for it, kept by the front-end, and passed to the next back-end: the same daemon,
+//! an older or newer one, another program. Received memory is checked before it is mapped. `blkyard_virtio` defines its
+//! content.
 
 use std::fs::File;
 use std::io;
@@ -14,8 +13,8 @@ use blkyard_mem::{MapError, Region};
 use blkyard_virtio::{Features, Inflight, inflight_bytes};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
-/// Zeroed memory for the records of so many queues of the format that was negotiated, as a file that cannot become
-/// shorter under whoever maps it; and its length in bytes.
+/// Zeroed memory for the records of so many queues of the negotiated format, as a file with a sealed length; and its
+/// length in bytes.
 ///
 /// # Errors
 /// The system gives no memory or descriptor.
@@ -44,7 +43,7 @@ pub(crate) struct Records {
 }
 
 impl Records {
-    /// Maps what the front-end has kept: so many bytes at a place in a file.
+    /// Maps the front-end's memory: a length at an offset in a file.
     pub(crate) fn map(
         features: Features,
         file: &File,
@@ -62,7 +61,7 @@ impl Records {
         }
     }
 
-    /// What the front-end said of them, and a duplicate of their file.
+    /// The front-end's description of it, and a duplicate of its file.
     ///
     /// # Errors
     /// No descriptors are left.
@@ -74,14 +73,14 @@ impl Records {
         Ok(([places, counts].concat(), file.try_clone_to_owned()?))
     }
 
-    /// The record of one queue, which is longer for a packed ring; nothing if there is none.
+    /// The record of one queue, which is longer for a packed ring; `None` without one.
     pub(crate) fn part(&self, features: Features, queue: usize) -> Option<Inflight> {
         let bytes = inflight_bytes(features, self.queue_size);
         let place = (queue < usize::from(self.queues)).then_some(queue * bytes)?;
         Inflight::new(Arc::clone(&self.region), place as u64, bytes)
     }
 
-    /// All rings begin anew, and nothing is in flight.
+    /// Clears the records for new rings.
     pub(crate) fn forget(&self, features: Features) {
         (0..usize::from(self.queues)).filter_map(|queue| self.part(features, queue)).for_each(|part| part.forget());
     }

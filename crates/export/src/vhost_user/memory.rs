@@ -16,7 +16,7 @@ pub(crate) const SLOTS_MAX: usize = 64;
 /// a kernel's parameters and tables.
 const LOW_BYTES: u64 = 1 << 20;
 
-/// What a message says of one region.
+/// A region in a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Announced {
     pub(crate) guest_addr: u64,
@@ -32,7 +32,7 @@ impl Announced {
     }
 }
 
-/// Why a table was not taken. What was there before stays.
+/// Error of a memory table. The previous one stays.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum MemoryError {
     #[error("guest memory at {guest_addr:#x}: {source}")]
@@ -82,8 +82,8 @@ impl Memory {
         self.slots.iter().any(|(slot, _)| addr.wrapping_sub(slot.user_addr) < slot.len)
     }
 
-    /// Whether the memory of a guest, which begins at the guest's address 0, reads as zeros where firmware, or whoever
-    /// loads a kernel without, always leaves something.
+    /// Whether the memory of a guest, which begins at guest address 0, reads as zeroes where firmware or a kernel
+    /// loader always leaves data.
     pub(crate) fn is_blank(&self) -> bool {
         let Some((slot, region)) = self.slots.iter().find(|(slot, _)| slot.guest_addr == 0) else { return false };
         let len = slot.len.min(LOW_BYTES) as usize & !7;

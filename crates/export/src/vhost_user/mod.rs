@@ -1,6 +1,6 @@
-//! The vhost-user-blk back-end: what its messages mean, and a virtqueue as a client queue of the core.
+//! The vhost-user-blk back-end: its messages, and a virtqueue as a client queue of the core.
 //!
-//! The messages of the control path come through the `vhost` crate. Stands on `core`, which names nothing of it.
+//! The messages of the control path come through the `vhost` crate. `core` does not depend on it.
 
 mod advice;
 mod backend;
@@ -23,17 +23,17 @@ pub use view::{SessionView, VringView};
 pub use virtqueue::VirtqueueSession;
 pub use wire::{MESSAGE_BYTES_MAX, MESSAGE_FILES_MAX, Message};
 
-/// What a vhost-user export serves.
+/// Configuration of a vhost-user export.
 pub type BackendConfig = core::ExportConfig<VhostUserSession>;
 /// A vhost-user export that serves.
 pub type VhostUserServer = core::Server<VhostUserSession>;
 /// A vhost-user export that is about to be taken over.
 pub type VhostUserTaking = core::Taking<VhostUserSession>;
-/// What others may know of a vhost-user export.
+/// State of a vhost-user export, for other threads.
 pub type VhostUserStatus = core::ExportStatus<SessionView>;
-/// A hand on a vhost-user export.
+/// A handle on a vhost-user export.
 pub type VhostUserHand = core::ExportHand<VhostUserSession>;
-/// A vhost-user export that is handed over, its queues at rest.
+/// A vhost-user export that is handed over, with drained queues.
 pub type VhostUserState = core::ExportState<SessionState>;
 /// A hardware queue and the virtqueues that feed it.
 pub type VirtqueuePoller<D> = core::QueuePoller<D, VirtqueueSession>;
@@ -43,7 +43,7 @@ pub type DetachedVirtqueue = core::DetachedQueue<VirtqueueSession>;
 pub type VirtqueuePort = core::QueuePort<VirtqueueSession>;
 /// The control path's end of a virtqueue.
 pub type VirtqueueRemote = core::QueueRemote<VirtqueueSession>;
-/// The handle of whoever places virtqueues on hardware queues.
+/// Handle for the placement of virtqueues on hardware queues.
 pub type VirtqueueMover = core::QueueMover<VirtqueueSession>;
-/// A handle that only looks at a virtqueue.
+/// A handle for the inspection of a virtqueue.
 pub type VirtqueueWatch = core::QueueWatch<VirtqueueSession>;

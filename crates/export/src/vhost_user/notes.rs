@@ -1,10 +1,9 @@
-//! What a queue notes of the guest memory it writes, while the front-end wants to know. [vhost-user, Migration]
+//! A queue's log of written guest memory, while the front-end wants one. [vhost-user, Migration]
 //!
-//! Of data and status bytes it notes those it writes; of its ring, all parts that a device writes to, each time it may
-//! have: a few pages, which are written all the time. Everything is noted after it is written, and before the front-end
-//! hears that the queue has come to rest. A front-end may want to be told of it, by an eventfd: it is, once for each
-//! round that notes something and once at the end. What a queue notes when its lane goes to sleep it is told of with
-//! the next round.
+//! Written data and status bytes are logged; of its ring all parts that a device writes to, each time: a few pages,
+//! which are written all the time. Everything is logged after it is written, and before the front-end learns that the
+//! queue has drained. A front-end may want an eventfd: it is signalled once for each round with new entries and once at
+//! the end. Entries made when the lane goes to sleep are announced with the next round.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -13,12 +12,12 @@ use blkyard_mq::{Bio, Op, Segment};
 use blkyard_sys::EventFd;
 use blkyard_virtio::{DirtyLog, GuestMemory};
 
-/// Where a queue notes what it writes.
+/// A queue's access to the log.
 pub(crate) struct Notes {
     log: Arc<DirtyLog>,
-    /// What we write of the ring: guest addresses and bytes. Nothing if nobody wants to know.
+    /// Written parts of the ring: guest addresses and bytes. Empty without a log.
     ring: Vec<(u64, u64)>,
-    /// What the front-end is told by, and whether there is something to tell.
+    /// Eventfd of the front-end, and whether a signal is due.
     eventfd: Option<Arc<EventFd>>,
     untold: Cell<bool>,
 }
@@ -28,7 +27,7 @@ impl Notes {
         Notes { log, ring, eventfd, untold: Cell::new(false) }
     }
 
-    /// The eventfd that is to be rung, since something was noted after it was last asked for.
+    /// The eventfd, if entries were made since the last call.
     pub(crate) fn untold(&self) -> Option<&EventFd> {
         self.eventfd.as_deref().filter(|_| self.untold.take())
     }
@@ -49,7 +48,7 @@ impl Notes {
         self.untold.set(true);
     }
 
-    /// A bio has ended, well or not: what it read may have been written in part.
+    /// A bio has ended, with or without error: its buffer may have been written in part.
     pub(crate) fn ended(&self, memory: &GuestMemory, bio: &Bio) {
         if bio.op == Op::Read {
             self.segments(memory, &bio.segments);

@@ -29,14 +29,14 @@ pub struct VhostUserSession {
     relay: Relay,
     inbox: MessageBuffer,
     connection: Arc<UnixStream>,
-    /// What the front-end said last.
+    /// The front-end's last message.
     last: Option<u32>,
     /// It has no room for an answer.
     lacks_room: bool,
 }
 
 impl VhostUserSession {
-    /// A front-end that has said nothing yet; `sockets` are those of the message layer.
+    /// A front-end without messages so far; `sockets` are those of the message layer.
     fn new(
         connection: UnixStream,
         sockets: RelaySockets,
@@ -67,7 +67,7 @@ impl VhostUserSession {
         is_ready(&*self.connection, PollFlags::OUT)
     }
 
-    /// Takes what has come, and handles a message that is whole by now. False if none is.
+    /// Reads available bytes, and handles a message that is whole by now. False if none is.
     fn turn(&mut self) -> Result<bool, Error> {
         let Some(message) = self.inbox.take(&self.connection)? else { return Ok(false) };
         self.last = message.request();
@@ -161,7 +161,7 @@ impl FrontEndSession for VhostUserSession {
         change(self.ours().config_mut())
     }
 
-    /// Of another size the front-end is told.
+    /// Notifies the front-end of another size.
     fn change(&mut self, info: &Arc<DeviceInfo>) -> Result<Changed, String> {
         self.ours().change(info)
     }

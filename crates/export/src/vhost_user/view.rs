@@ -1,23 +1,23 @@
-//! What others may see of a session: plain data. The export notes it after each message, which is no part of any I/O.
+//! State of a session for inspection: plain data, updated after each message, off the I/O path.
 
 use blkyard_virtio::Features;
 
 /// A front-end that is connected, as its export knows it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SessionView {
-    /// What it took of what was offered.
+    /// Negotiated features.
     pub features: Features,
     /// Regions of memory it shares.
     pub regions: usize,
     /// Their bytes, all together.
     pub memory_bytes: u64,
-    /// Whether it can be told that the configuration has changed.
+    /// Whether it can be notified of a changed configuration.
     pub has_channel: bool,
-    /// What it has said of each queue.
+    /// Its settings of each queue.
     pub queues: Vec<VringView>,
 }
 
-/// What a front-end has said of a queue.
+/// A front-end's settings of a queue.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct VringView {
     /// Entries of its ring; zero before it says.

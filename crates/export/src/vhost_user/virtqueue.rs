@@ -27,8 +27,8 @@ use crate::vhost_user::notes::Notes;
 /// Chains fetched in one round, at most: as many as there are bios by default.
 const ROUND_MAX: usize = 256;
 
-/// The same while what is written is noted for the front-end: a request may name 4 GiB of memory without moving any of
-/// it, an unknown one, say, and to note that takes a millisecond.
+/// The same while writes are logged for the front-end: a request may name 4 GiB of memory without moving any of it, an
+/// unknown one for instance, and logging that takes a millisecond.
 const NOTED_ROUND_MAX: usize = 16;
 
 /// All a virtqueue needs to run.
@@ -39,9 +39,9 @@ pub struct VirtqueueSetup {
     pub(crate) memory: Arc<GuestMemory>,
     pub(crate) layout: RingLayout,
     pub(crate) size: u16,
-    /// Where the ring goes on.
+    /// Position of the ring.
     pub(crate) base: RingBase,
-    /// Where it records what is in flight. Says where it goes on, once it has been used.
+    /// Its in-flight record, which has the position once it has been used.
     pub(crate) record: Option<Inflight>,
     /// Where it notes which of the guest's pages it writes.
     pub(crate) notes: Option<Notes>,
@@ -53,7 +53,7 @@ pub struct VirtqueueSetup {
     pub(crate) connection: Arc<UnixStream>,
 }
 
-/// What requests are judged by, the same for all queues of a session.
+/// Session state on which parsing depends, the same for all queues.
 #[derive(Clone)]
 pub(crate) struct DiskView {
     pub(crate) features: Features,
@@ -68,9 +68,9 @@ pub struct VirtqueueSession {
     log: Arc<ExportLog>,
     ring: DeviceRing,
     memory: Arc<GuestMemory>,
-    /// Where the record of what is in flight lies.
+    /// Memory of the in-flight record.
     records: Option<Arc<Region>>,
-    /// Where is noted which of the guest's pages are written, if somebody wants to know.
+    /// Log of written guest pages, if the front-end wants one.
     notes: Option<Notes>,
     /// Chains fetched in one round, at most.
     round_max: usize,
@@ -81,15 +81,15 @@ pub struct VirtqueueSession {
     connection: Arc<UnixStream>,
     chain: Chain,
     pace: FetchPace,
-    /// A broken ring is fetched from no more; what was fetched still ends.
+    /// A broken ring is not fetched from any more; fetched requests still complete.
     broken: bool,
-    /// It broke in this round: the front-end is to be told.
+    /// Broken in this round: the front-end is to be notified.
     alarm: bool,
-    /// Its memory was cut short, and the control path has been told.
+    /// Its memory was truncated, and the control path has been told.
     lost: bool,
 }
 
-/// What the end of a request needs.
+/// Data for the end of a request.
 pub struct PendingChain {
     head: ChainHead,
     status_at: Segment,
@@ -104,7 +104,7 @@ impl QueueSession for VirtqueueSession {
     type Base = RingBase;
     type Refusals = Refusals;
 
-    /// As many as we tell the guest it may send, and header and status.
+    /// The limit offered to the guest, and header and status.
     const SEGMENTS: usize = crate::SEG_MAX as usize + 2;
 
     fn start(setup: VirtqueueSetup) -> Result<VirtqueueSession, String> {
@@ -121,7 +121,7 @@ impl QueueSession for VirtqueueSession {
         Ok(VirtqueueSession {
             name: setup.name,
             log: setup.log,
-            // A small ring may still bring chains as long as we said they may be, in tables of their own.
+            // A small ring may still have chains of the offered limit, in indirect tables.
             chain: Chain::new(setup.size.max(Self::SEGMENTS as u16)),
             pace: FetchPace::default(),
             ring,
@@ -143,7 +143,7 @@ impl QueueSession for VirtqueueSession {
     fn begin<Cx: ?Sized + SignalEventfd>(&mut self, signals: &mut QueueSignals<'_, Cx>) {
         self.disarm();
         if self.records.is_some() {
-            // Who had the ring before us may have died between showing the guest an answer and calling it.
+            // An earlier owner may have died between publishing a completion and calling the guest.
             self.call(signals);
         }
     }
@@ -203,11 +203,11 @@ impl QueueSession for VirtqueueSession {
         self.pace.resume(|| self.ring.front());
     }
 
-    /// If the device has nothing, no more than what the pace says.
+    /// If the device has no request, at most as many as the pace allows.
     #[inline(always)]
     fn fetch<D>(&mut self, feed: &mut BioFeed<'_, D, Self>, mut most: usize, device_idle: bool) -> bool {
         self.ring.set_near(self.pace.takes_turns());
-        // What is in sight by now is the rest of what the last round took half of.
+        // The chains in sight by now are the rest of those of which the last round took half.
         let rest = self.ring.in_sight();
         if device_idle && rest > 0 {
             most = most.min(rest);
@@ -223,7 +223,7 @@ impl QueueSession for VirtqueueSession {
                 }
                 Err(fault) => {
                     feed.put_back(bio);
-                    // A ring whose memory is gone reads as zeroes: that is not what the guest wrote.
+                    // A ring whose memory is gone reads as zeroes, which the guest has not written.
                     if !self.is_lost() {
                         feed.refusals.ring_fault(&fault);
                         self.stop(&fault.to_string());
@@ -235,8 +235,7 @@ impl QueueSession for VirtqueueSession {
             if fetched == 1 && rest == 0 && device_idle {
                 most = most.min(self.pace.begin(1 + self.ring.in_sight(), || self.ring.front()));
             }
-            // Looked at after the chain was found: what was published after the mode had changed is done in the new
-            // one.
+            // Read after the chain was found: chains published after a change of the mode are executed in the new one.
             let write_back = self.disk.write_back.load(Ordering::Acquire);
             let context = ParseContext { features: self.disk.features, write_back };
             match parse(&self.chain, &self.memory, &context, &mut bio) {
@@ -292,7 +291,7 @@ impl QueueSession for VirtqueueSession {
     #[inline(always)]
     fn end_round<Cx: ?Sized + SignalEventfd>(&mut self, signals: &mut QueueSignals<'_, Cx>) -> bool {
         self.pace.end(self.ring.in_sight() > 0, || self.ring.front());
-        // Also without work: looking for some touches the memory.
+        // Also without work: polling reads the memory.
         if self.is_lost() {
             self.lose();
         }
@@ -317,7 +316,7 @@ impl QueueSession for VirtqueueSession {
     }
 
     fn rest<Cx: ?Sized + SignalEventfd>(mut self, signals: &mut QueueSignals<'_, Cx>) -> RingBase {
-        // Whoever looks at the ring now is kicked as usual, and we are not to take that from him.
+        // The ring's next user needs its kicks.
         self.arm();
         if let Some(eventfd) = self.notes.as_ref().and_then(Notes::untold) {
             signals.signal_once(eventfd);
@@ -361,8 +360,8 @@ impl VirtqueueSession {
         }
     }
 
-    /// The memory was cut short under the ring. Ends the control path's session, which suspends all queues and lets go
-    /// of the memory.
+    /// The memory was truncated under the ring. Ends the control path's session, which suspends all queues and releases
+    /// the memory.
     #[cold]
     fn lose(&mut self) {
         if !self.lost {

@@ -1,11 +1,10 @@
-//! Messages of a front-end as they lie on the wire, and the way they take to the message layer.
+//! Messages of a front-end on the wire, and their way to the message layer.
 //!
-//! What comes is collected here until a message is whole, so that a front-end that stops in the middle of one has its
-//! export wait for nothing. The message layer reads from a pair of sockets of our own: it keeps what was
-//! negotiated to itself and learns it by messages only, and so a session can be given to it that began in another
-//! process (see [`crate::vhost_user::handover`]).
+//! Bytes are collected here until a message is whole, so a front-end that stops in the middle of one does not block its
+//! export. The message layer reads from a socket pair of ours: it keeps negotiated state private and learns it by
+//! messages only, so it can be given a session that began in another process (see [`crate::vhost_user::handover`]).
 //!
-//! What messages mean is not known here.
+//! Messages are not interpreted here.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -26,7 +25,7 @@ pub(crate) const HEADER_BYTES: usize = 12;
 pub(crate) const VERSION: u32 = 1;
 /// The flag of an answer.
 const REPLY: u32 = 4;
-/// The flag of a message whose sender wants to know what became of it.
+/// Flag of a message whose sender wants a reply.
 const NEED_REPLY: u32 = 8;
 /// Bytes of the longest message: a longer one is refused by its header.
 pub const MESSAGE_BYTES_MAX: usize = HEADER_BYTES + MAX_MSG_SIZE;
@@ -50,7 +49,7 @@ impl Message {
         Message { bytes, files }
     }
 
-    /// The answer to a message whose sender wants to know what became of it: no more than that.
+    /// The reply to a message whose sender wants its result only.
     pub(crate) fn acknowledgement(request: FrontendReq, is_ok: bool) -> Message {
         let header = [u32::from(request), VERSION | REPLY, size_of::<u64>() as u32];
         let bytes = header.into_iter().flat_map(u32::to_ne_bytes).chain(u64::from(!is_ok).to_ne_bytes()).collect();
@@ -63,12 +62,12 @@ impl Message {
         flags == Some(VERSION) && self.word(2) == Some(0) && self.bytes.len() == HEADER_BYTES
     }
 
-    /// Whether its sender wants to know what became of it.
+    /// Whether its sender wants a reply.
     pub(crate) fn needs_reply(&self) -> bool {
         self.word(1).is_some_and(|flags| flags & NEED_REPLY != 0)
     }
 
-    /// What is asked.
+    /// Its request number.
     pub(crate) fn request(&self) -> Option<u32> {
         self.word(0)
     }
@@ -97,7 +96,7 @@ impl Message {
     /// Sends it whole, without waiting.
     ///
     /// # Errors
-    /// There is no room for it, which whoever sends has to see to; or the other side is gone.
+    /// There is no room for it, which the caller must handle; or the other side is gone.
     fn send(&self, to: &UnixStream) -> Result<(), Errno> {
         let fds: Vec<_> = self.files.iter().map(|file| file.as_fd()).collect();
         if fds.len() > MESSAGE_FILES_MAX {
@@ -112,7 +111,7 @@ impl Message {
         Ok(())
     }
 
-    /// Takes up to `most` bytes more, and what comes with them, without waiting; says how many.
+    /// Reads up to `most` further bytes, with their descriptors, without waiting; returns the number.
     fn receive(&mut self, from: &UnixStream, most: usize) -> Result<usize, Errno> {
         let mut bytes = [0; MESSAGE_BYTES_MAX];
         let most = most.min(bytes.len());
@@ -127,17 +126,17 @@ impl Message {
     }
 }
 
-/// What has come of the next message.
+/// Received part of the next message.
 #[derive(Debug, Default)]
 pub(crate) struct MessageBuffer(Message);
 
 impl MessageBuffer {
-    /// Goes on with what has come elsewhere, if it is a part of a message.
+    /// Continues with bytes received elsewhere, if they are a part of a message.
     pub(crate) fn of(part: Message) -> Option<MessageBuffer> {
         part.is_part().then_some(MessageBuffer(part))
     }
 
-    /// A copy of what has come.
+    /// A copy of the received part.
     pub(crate) fn part(&self) -> io::Result<Message> {
         let files = self.0.files.iter().map(OwnedFd::try_clone).collect::<Result<_, _>>()?;
         Ok(Message { bytes: self.0.bytes.clone(), files })
@@ -171,7 +170,7 @@ impl MessageBuffer {
 pub struct RelaySockets {
     /// Our end.
     near: UnixStream,
-    /// The message layer's end, and a copy of it for what the message layer has not read.
+    /// The message layer's end, and a copy of it for its unread bytes.
     far: UnixStream,
     unread: UnixStream,
 }
@@ -190,7 +189,7 @@ impl RelaySockets {
 /// Zeros sent after each message, as long as a header, and never a valid one.
 ///
 /// The message layer reads again when a read fails for want of descriptors, although the bytes are gone then. It would
-/// wait for ever; so it finds these, and fails.
+/// wait without end; so it finds these, and fails.
 const PADDING: [u8; HEADER_BYTES] = [0; HEADER_BYTES];
 
 /// The message layer, and our end of its socket.
@@ -201,17 +200,16 @@ pub(crate) struct Relay {
 }
 
 impl Relay {
-    /// A message layer that knows of nothing yet, on a pair of sockets.
+    /// A message layer without any state, on a socket pair.
     pub(crate) fn new(sockets: RelaySockets, backend: Arc<Mutex<Backend>>) -> Relay {
         let RelaySockets { near, far, unread } = sockets;
         Relay { handler: BackendReqHandler::from_stream(far, backend), near, unread }
     }
 
-    /// Has a whole message handled. Gives the answer, if there is one, and what became of it: the session is over if
-    /// that is an error.
+    /// Has a whole message handled. Returns the reply, if any, and the result: an error ends the session.
     pub(crate) fn handle(&mut self, message: &Message) -> (Message, Result<(), Error>) {
         let mut answer = Message::default();
-        // The message layer would wait for what is missing.
+        // The message layer would wait for the missing part.
         if message.bytes.len() != message.whole_bytes() {
             return (answer, Err(Error::PartialMessage));
         }
@@ -221,11 +219,11 @@ impl Relay {
             return (answer, Err(Error::SocketError(error.into())));
         }
         let outcome = self.handler.handle_request();
-        // An answer may say that something failed. Once there is none, there is nothing to take.
+        // A reply may report a failure. Without one, there is nothing to read.
         while answer.receive(&self.near, MESSAGE_BYTES_MAX).is_ok_and(|bytes| bytes > 0) {}
         let outcome = match (self.take_unread(), outcome) {
             (unread, outcome) if unread == PADDING.len() => outcome,
-            // More than the padding is what it did not care to read of a message that it refused.
+            // More than the padding is the unread rest of a message that it refused.
             (unread, Err(error)) if unread > PADDING.len() => Err(error),
             _ => Err(Error::SocketError(io::Error::other(
                 "too many open files to receive the descriptors of a message; raise the limit on open files",
@@ -234,7 +232,7 @@ impl Relay {
         (answer, outcome)
     }
 
-    /// Takes what the message layer has left in its socket; says how many bytes.
+    /// Drains the message layer's socket; returns the number of bytes.
     fn take_unread(&self) -> usize {
         let mut unread = Message::default();
         while unread.receive(&self.unread, MESSAGE_BYTES_MAX).is_ok_and(|bytes| bytes > 0) {}

@@ -50,7 +50,7 @@ impl AnyDevice {
         AnyDevice { info, domains: Vec::new(), make: Arc::new(move |depth| AnyQueue(Box::new(device.queue(depth)))) }
     }
 
-    /// A file, as soon as nobody else has it.
+    /// A file, once it is unlocked.
     pub fn file(path: &Path) -> AnyDevice {
         let mut device = None;
         super::until("the image is free", || {
@@ -65,7 +65,7 @@ impl AnyDevice {
         }
     }
 
-    /// Nothing at all.
+    /// A null device.
     pub fn null(latency_ns: u64) -> AnyDevice {
         let device = NullDevice::new(disk_info(), NullConfig { latency_ns, bytes_per_s: 0 });
         AnyDevice {
@@ -107,7 +107,7 @@ impl Driver<Ring> for AnyQueue {
     }
 }
 
-/// What a recording device saw, in order.
+/// Events of a recording device, in order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Seen {
     /// A request came.
@@ -118,13 +118,13 @@ pub enum Seen {
     Memory(usize),
 }
 
-/// The test's hand on a recording device.
+/// The test's handle on a recording device.
 #[derive(Debug, Default)]
 pub struct Gate {
     shut: AtomicBool,
     held: AtomicUsize,
     polls: AtomicUsize,
-    /// Which request from now on finds a bug, counted from one; none is zero.
+    /// Number of the request that panics, counted from one; zero for none.
     panics: AtomicUsize,
     seen: Mutex<Vec<Seen>>,
 }
@@ -149,7 +149,7 @@ impl Gate {
         self.held.load(SeqCst)
     }
 
-    /// How often the core has asked for what is finished.
+    /// Number of polls by the core.
     pub fn polls(&self) -> usize {
         self.polls.load(SeqCst)
     }
@@ -221,7 +221,7 @@ impl Driver<Ring> for GatedQueue {
     }
 
     fn deadline_ns(&self) -> Option<u64> {
-        // Looks at the gate that often.
+        // Polls the gate that often.
         (!self.held.is_empty()).then_some(self.now_ns + 200_000)
     }
 }

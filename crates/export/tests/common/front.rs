@@ -15,7 +15,7 @@ use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
 use super::raw::{Raw, Request};
 use super::{PATIENCE, Ram, Served, Vq};
 
-/// All that is offered for split rings, which need not keep the order, without a log of what is written.
+/// All features for split rings without in-order completion and without a log of written pages.
 pub const SPLIT: u64 = !(1 << 26 | 1 << 34 | 1 << 35);
 /// The same without event indexes.
 pub const PLAIN: u64 = SPLIT & !(1 << 29);
@@ -23,7 +23,7 @@ pub const PLAIN: u64 = SPLIT & !(1 << 29);
 /// A connected front-end.
 pub struct Front {
     polite: Frontend,
-    /// The same connection, for what the other has no words for.
+    /// The same connection, for messages that the other does not support.
     pub raw: Raw,
     pub features: u64,
     watchdog: Option<(Sender<()>, JoinHandle<()>)>,
@@ -44,19 +44,19 @@ impl DerefMut for Front {
 }
 
 impl Front {
-    /// Connects and negotiates what [`PLAIN`] says.
+    /// Connects and negotiates [`PLAIN`].
     pub fn connect(export: &Served) -> Front {
         let mut front = Front::dial(&export.path);
         front.negotiate(PLAIN);
         front
     }
 
-    /// Connects, and says nothing yet.
+    /// Connects, without a message.
     pub fn dial(path: &Path) -> Front {
         let stream = UnixStream::connect(path).unwrap();
         let (for_frontend, for_watchdog) = (stream.try_clone().unwrap(), stream.try_clone().unwrap());
         let (alive, heard) = channel::<()>();
-        // The message layer waits for ever; a connection that is cut makes it fail.
+        // The message layer waits without a limit; a connection that is cut makes it fail.
         let watchdog = std::thread::spawn(move || {
             if heard.recv_timeout(3 * PATIENCE) == Err(RecvTimeoutError::Timeout) {
                 eprintln!("a front-end was not answered; its connection is cut");
@@ -67,7 +67,7 @@ impl Front {
         Front { polite, raw: Raw::over(stream), features: 0, watchdog: Some((alive, watchdog)) }
     }
 
-    /// Takes what is offered of these features, and all protocol features.
+    /// Negotiates the offered ones of these features, and all protocol features.
     pub fn negotiate(&mut self, wanted: u64) {
         self.polite.set_owner().unwrap();
         self.features = self.polite.get_features().unwrap() & wanted;
@@ -93,7 +93,7 @@ impl Front {
         self.polite.remove_mem_region(&info(ram))
     }
 
-    /// Tells all of a ring but its kick, and enables nothing.
+    /// Sends a ring's settings except its kick, and enables nothing.
     pub fn set_ring(&self, index: usize, vq: &Vq) {
         let [desc, avail, used] = vq.user_addrs();
         let config = VringConfigData {
@@ -112,7 +112,7 @@ impl Front {
         assert!(self.set_event(Request::SetVringErr, index, Some(&vq.err)));
     }
 
-    /// Sends a kick, call or error descriptor, or says that there is none.
+    /// Sends a kick, call or error descriptor, or a message without one.
     pub fn set_event(&self, request: Request, index: usize, fd: Option<&OwnedFd>) -> bool {
         let word = index as u64 | if fd.is_some() { 0 } else { 0x100 };
         let fds: Vec<_> = fd.iter().map(|fd| fd.as_fd()).collect();
@@ -137,7 +137,7 @@ impl Front {
         self.polite.set_config(32, VhostUserConfigFlags::WRITABLE, &[u8::from(wce)]).unwrap();
     }
 
-    /// Leaves, and waits until the export has let go.
+    /// Disconnects, and waits until the export has let go.
     pub fn leave(self, export: &Served) {
         let sessions = export.status().sessions();
         drop(self);
@@ -167,7 +167,7 @@ fn info(ram: &Ram) -> VhostUserMemoryRegionInfo {
     }
 }
 
-/// Somebody at another export, who must not notice anything.
+/// A front-end of another export, which must not be affected.
 pub struct Bystander {
     _front: Front,
     pub vq: Vq,
@@ -195,7 +195,7 @@ impl Bystander {
     }
 }
 
-/// Somebody at an export with one queue running.
+/// A front-end with one running queue.
 pub fn one_queue(export: &Served) -> (Front, Vq) {
     let ram = Ram::new(1 << 20);
     let mut front = Front::connect(export);

@@ -1,4 +1,4 @@
-//! A guest in the memory it shares: a file, and virtqueues with requests at fixed places.
+//! A guest in its shared memory: a file, and virtqueues with requests in fixed slots.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -33,7 +33,7 @@ pub struct Ram {
 }
 
 impl Ram {
-    /// The place where a guest's first memory is.
+    /// At the address of a guest's first memory.
     pub fn new(len: u64) -> Arc<Ram> {
         Ram::at(0x10_0000, len)
     }
@@ -65,7 +65,7 @@ impl Ram {
     }
 }
 
-/// What a request carries.
+/// Data of a request.
 #[derive(Clone, Copy)]
 pub enum Data<'a> {
     None,
@@ -154,7 +154,7 @@ impl Vq {
         self.ram.write(self.places[0] + u64::from(index) * 16, &descriptor.to_bytes());
     }
 
-    /// Builds a request whose data is in other memory than the ring; returns its head.
+    /// Builds a request with its data in other memory than the ring; returns its head.
     pub fn build(&self, slot: u16, kind: u32, sector: u64, data: Data<'_>, data_ram: &Ram) -> u16 {
         let head = slot * 3;
         self.ram.write(self.header_at(slot), &blk_header(kind, sector));
@@ -190,7 +190,7 @@ impl Vq {
         self.next_avail = self.next_avail.wrapping_add(1);
     }
 
-    /// Shows what was offered to the device, and kicks it if it wants that.
+    /// Publishes offered chains, and kicks the device if it wants that.
     pub fn publish(&self) -> bool {
         let wanted = self.publish_silently();
         if wanted {
@@ -199,7 +199,7 @@ impl Vq {
         wanted
     }
 
-    /// Shows what was offered; says whether the device wants a kick for it.
+    /// Publishes offered chains; returns whether the device wants a kick.
     pub fn publish_silently(&self) -> bool {
         let old = self.avail.load_u16(2, Relaxed);
         self.avail.store_u16(2, self.next_avail, SeqCst);
@@ -211,7 +211,7 @@ impl Vq {
         }
     }
 
-    /// Whether the device asks for a kick with what is offered next.
+    /// Whether the device asks for a kick with the next chain.
     pub fn wants_kick(&self) -> bool {
         if self.event_idx {
             self.used.load_u16(4 + 8 * usize::from(self.size), SeqCst) == self.next_avail

@@ -51,7 +51,7 @@ impl Hand {
         self.turn_with(&mut ())
     }
 
-    /// The same, and this rings the guest's eventfd.
+    /// The same, with this way to signal the guest's eventfd.
     pub fn turn_with(&mut self, signal: &mut impl SignalEventfd) -> PollerState {
         self.now_ns += 1000;
         self.queue.run_once(signal, self.now_ns)
@@ -69,7 +69,7 @@ impl Hand {
         self.refusals.total()
     }
 
-    /// Somebody with the queue running.
+    /// A front-end with the queue running.
     pub fn connect(&mut self) -> (Front, Vq) {
         self.connect_with(1 << 20)
     }
@@ -92,8 +92,8 @@ impl Hand {
         begin.join().unwrap()
     }
 
-    /// Turns while the guest offers a few requests and waits for all of them, so often that the queue knows that it
-    /// takes turns: then nothing that is offered is put off to the next round.
+    /// Turns while the guest offers a few requests and waits for all of them, until the queue has detected the
+    /// alternation: then it takes all offered chains in one round.
     pub fn learn_that_it_takes_turns(&mut self, vq: &mut Vq) {
         for _ in 0..40 {
             (0..16).for_each(|slot| vq.put(slot, 77, 0, Data::None));

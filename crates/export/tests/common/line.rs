@@ -1,4 +1,4 @@
-//! A virtqueue of any kind, split or packed, in the memory a guest shares; each request has a place of its own there.
+//! A virtqueue of any kind, split or packed, in a guest's shared memory; each request has a separate slot there.
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
@@ -22,7 +22,7 @@ const TABLES: u64 = 0x1_0000;
 const TABLE: u64 = 48;
 const DATA: u64 = 0x2_0000;
 
-/// The driver's side of one virtqueue. Request number `slot` has its place whichever descriptors it takes.
+/// The driver's side of one virtqueue. Request number `slot` has its slot for any descriptors.
 pub struct Line {
     pub ram: Arc<Ram>,
     pub size: u16,
@@ -80,7 +80,7 @@ impl Line {
         self.at + DATA + u64::from(slot) * PAGE
     }
 
-    /// Builds a request, of descriptors in the ring or in a table of its own, and offers it. False if the ring is full.
+    /// Builds a request, of descriptors in the ring or in an indirect table, and offers it. False if the ring is full.
     pub fn put(&mut self, slot: u16, kind: u32, sector: u64, data: Data<'_>, indirect: bool) -> bool {
         let header = self.status_at(slot) - 16;
         self.ram.write(header, &blk_header(kind, sector));
@@ -110,7 +110,7 @@ impl Line {
         true
     }
 
-    /// Shows what was offered to the device, and kicks it if it wants that.
+    /// Publishes offered chains, and kicks the device if it wants that.
     pub fn publish(&mut self) {
         if self.driver.publish() {
             ring(&self.kick);
@@ -138,8 +138,8 @@ impl Line {
         }
     }
 
-    /// Does the same to so many requests, of one sector each from `sector` on, as many at a time as the ring takes.
-    /// What is written and read is told from anything else by `seed`.
+    /// Runs this number of requests of one kind, of one sector each from `sector` on, as many at a time as the ring
+    /// takes. `seed` makes the data unique.
     pub fn all(&mut self, requests: u16, sector: u64, kind: u32, seed: u64) {
         let (mut next, mut out) = (0, 0);
         let bytes = |slot: u16| (seed << 16 | u64::from(slot)).to_le_bytes().repeat(64);
@@ -165,7 +165,7 @@ impl Line {
         }
     }
 
-    /// Sets the ring up from where it stands, with the log's flag or not, and lets it run.
+    /// Sets the ring up at its current position, with the log's flag or not, and starts it.
     pub fn start(&self, front: &Front, index: u32, logged: bool) {
         let raw = &front.raw;
         assert!(raw.accepts(Request::SetVringNum, &state(index, self.size.into()), &[]));
@@ -181,7 +181,7 @@ impl Line {
         assert!(raw.accepts(Request::SetVringEnable, &state(index, 1), &[]));
     }
 
-    /// Tells where the ring is, and whether what is written to it is to be noted in the log.
+    /// Sends the ring's addresses, and whether writes to it are to be logged.
     pub fn set_addresses(&self, front: &Front, index: u32, logged: bool) {
         let mut payload = addresses(index, self.places.map(|place| self.ram.user_addr + place));
         payload[4] = u8::from(logged);
@@ -189,7 +189,7 @@ impl Line {
         assert!(front.raw.accepts(Request::SetVringAddr, &payload, &[]));
     }
 
-    /// Stops the ring; says where it stands, and checks that this is where the driver thinks it does.
+    /// Stops the ring, and checks that the reported position is the driver's.
     pub fn stop(&self, front: &Front, index: u32) {
         let answer = front.raw.ask(Request::GetVringBase, &state(index, 0), &[]).unwrap();
         let base = u32::from_ne_bytes(answer[4..].try_into().unwrap());

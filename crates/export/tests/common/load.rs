@@ -1,12 +1,12 @@
-//! A guest that knows what it wrote.
+//! A guest that verifies its data.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
 use super::{Data, Vq, kind};
 
-/// Writes to a part of the disk that is the queue's own and reads back, many at a time, until all is over. Returns how
-/// many were answered and the longest that none was.
+/// Writes to the queue's own part of the disk and reads back, many requests at a time, until `over`. Returns the number
+/// of completions and the longest gap between them.
 pub fn load(number: usize, vq: &mut Vq, answered: &AtomicU64, over: &AtomicBool) -> Duration {
     let bytes = |slot: u16, round: u8| vec![round ^ slot as u8 ^ 0x5a; 4096];
     let sector = |slot: u16| number as u64 * 2048 + u64::from(slot) * 8;

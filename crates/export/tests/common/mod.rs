@@ -1,6 +1,6 @@
-//! What the tests of this crate share: exports to connect to, devices that tell what they saw, front-ends, guests.
+//! Shared by the tests of this crate: exports to connect to, recording devices, front-ends, guests.
 //!
-//! Nothing here waits without a limit: who waits too long panics and says for what.
+//! Every wait is bounded: a wait that times out panics with its condition.
 #![allow(dead_code, unused_imports, reason = "each test file uses its own part")]
 
 mod devices;
@@ -29,10 +29,10 @@ pub use load::load;
 pub use raw::{Raw, Request, addresses, state, words64};
 pub use world::{SERIAL, Served, World, end, start_lanes};
 
-/// Longer than anything here takes on a busy machine; what takes longer hangs.
+/// Longer than any test on a busy machine.
 pub const PATIENCE: Duration = Duration::from_mins(1);
 
-/// Waits until something holds; looks again every millisecond.
+/// Waits until the condition holds; checks every millisecond.
 pub fn until(what: &str, mut holds: impl FnMut() -> bool) {
     let start = Instant::now();
     while !holds() {
@@ -41,7 +41,7 @@ pub fn until(what: &str, mut holds: impl FnMut() -> bool) {
     }
 }
 
-/// Tells the threads of a scope to end once it is dropped: also when a check fails, which would wait for them for ever.
+/// Ends the threads of a scope when dropped: also when a check fails, which would otherwise wait for them without end.
 pub struct Ends<'a>(pub &'a AtomicBool);
 
 impl Drop for Ends<'_> {
@@ -73,7 +73,7 @@ pub fn ring(fd: &OwnedFd) {
     rustix::io::write(fd, &1_u64.to_ne_bytes()).unwrap();
 }
 
-/// How often an event descriptor was rung since it was last asked.
+/// Number of signals of an event descriptor since the last call.
 pub fn rung(fd: &OwnedFd) -> u64 {
     let mut count = [0; 8];
     match rustix::io::read(fd, &mut count) {

@@ -51,7 +51,7 @@ impl Raw {
         Raw::over(UnixStream::connect(path).unwrap())
     }
 
-    /// Nothing if nobody listens.
+    /// `None` without a listener.
     pub fn try_connect(path: &Path) -> Option<Raw> {
         UnixStream::connect(path).ok().map(Raw::over)
     }
@@ -88,12 +88,12 @@ impl Raw {
         self.send(&Raw::message(request as u32, VERSION, payload), fds)
     }
 
-    /// Sends a message and waits for its answer; nothing if the session ends instead.
+    /// Sends a message and waits for its reply; `None` if the session ends instead.
     pub fn ask(&self, request: Request, payload: &[u8], fds: &[BorrowedFd<'_>]) -> Option<Vec<u8>> {
         self.send(&Raw::message(request as u32, VERSION | NEED_REPLY, payload), fds).then(|| self.reply(request))?
     }
 
-    /// The answer to a message; nothing if the session ends instead.
+    /// The reply to a message; `None` if the session ends instead.
     pub fn reply(&self, request: Request) -> Option<Vec<u8>> {
         let mut header = [0; 12];
         if !self.read(&mut header) {
@@ -123,7 +123,7 @@ impl Raw {
         }
     }
 
-    /// Waits until the other side has closed, whatever it says before.
+    /// Waits until the other side has closed, with any messages before.
     pub fn wait_closed(&self) {
         let mut bytes = [0; 4096];
         loop {
@@ -136,7 +136,7 @@ impl Raw {
         }
     }
 
-    /// Says nothing more.
+    /// Shuts down the sending side.
     pub fn hang_up(&self) {
         let _ = self.0.shutdown(Shutdown::Both);
     }

@@ -37,17 +37,17 @@ impl Served {
         self.server.as_ref().unwrap()
     }
 
-    /// What a queue has counted of I/O.
+    /// Counters of a queue.
     pub fn stats(&self, queue: usize) -> &HwStats {
         self.watches[queue].stats().unwrap()
     }
 
-    /// A hand on a queue that only looks.
+    /// A handle for a queue's inspection.
     pub fn watch(&self, queue: usize) -> &VirtqueueWatch {
         &self.watches[queue]
     }
 
-    /// A hand on a queue that takes it to another lane by itself.
+    /// A handle that moves a single queue to another lane.
     pub fn mover(&self, queue: usize) -> &VirtqueueMover {
         &self.movers[queue]
     }
@@ -67,7 +67,7 @@ impl Served {
     }
 }
 
-/// Lanes and the exports whose queues live on them.
+/// Lanes, and exports with their queues on them.
 pub struct World {
     pub exports: Vec<Served>,
     pub lanes: Lanes<VirtqueuePoller<AnyQueue>>,
@@ -115,7 +115,7 @@ impl World {
         self.exports[0].mover(other).adopt(detached, super::PATIENCE).unwrap();
     }
 
-    /// These exports, whose queues live on these lanes.
+    /// These exports, with their queues on these lanes.
     pub fn serving((made, lanes): (Vec<BackendConfig>, Lanes<VirtqueuePoller<AnyQueue>>)) -> World {
         let folder = tempfile::tempdir().unwrap();
         let serve = |(number, config): (usize, BackendConfig)| {
@@ -130,8 +130,7 @@ impl World {
         World { exports, lanes, folder }
     }
 
-    /// Everything is handed over to another world, with the same devices, and this one ends. Says how long nothing was
-    /// served, too.
+    /// Hands everything over to another world, with the same devices, and ends. Returns the length of the pause, too.
     pub fn hand_over(self, devices: &[AnyDevice], queues: usize, lanes: usize) -> (World, Duration) {
         let (made, heirs) = make(devices.to_vec(), queues, lanes);
         let begin = Instant::now();
@@ -188,7 +187,7 @@ pub fn start_lanes(lanes: usize) -> Lanes<VirtqueuePoller<AnyQueue>> {
     Lanes::start(lanes, config).unwrap()
 }
 
-/// What exports are to serve, with their queues on lanes.
+/// Configurations of exports, with their queues on lanes.
 fn make(
     devices: Vec<AnyDevice>,
     queues: usize,

@@ -1,8 +1,7 @@
 //! Admin commands of a controller.
 //!
-//! A command is completed at once, or kept until the owners of I/O queues have answered
-//! ([`PendingAdmin`]). What a host writes is hostile: each command is a copy, checked field by field, and the first
-//! thing wrong gives the status.
+//! A command is completed at once, or kept until the owners of I/O queues have answered ([`PendingAdmin`]). Input of a
+//! host is hostile: each command is a copy, checked field by field, and the first fault gives the status.
 
 use std::sync::Arc;
 
@@ -19,7 +18,7 @@ use crate::{IDENTIFY_BYTES, NvmeStatus, PAGE, Sqe, admin, cns};
 /// Entry sizes that CC must have before queues are created, as powers of two.
 const ENTRY_SHIFTS: (u8, u8) = (6, 4);
 
-/// What becomes of an admin command.
+/// Result of an admin command.
 pub(super) enum AdminOutcome {
     /// It is complete, with this result.
     Done(u64),
@@ -29,7 +28,7 @@ pub(super) enum AdminOutcome {
     Event,
 }
 
-/// For what an admin command waits.
+/// Event for which an admin command waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum PendingAdmin {
     DeleteSq(u16),
@@ -64,7 +63,7 @@ impl Controller {
                 }
             }
             Err(status) => {
-                // A command that nobody knows: the log says which byte is wrong, the opcode.
+                // An unknown command: the log names the wrong byte, the opcode.
                 let location = if status.without_flags() == NvmeStatus::INVALID_OPCODE { 0 } else { u16::MAX };
                 let status = status.with_more();
                 let (cid, nsid) = (sqe.cid(), sqe.nsid());
@@ -98,7 +97,7 @@ impl Controller {
         }
     }
 
-    /// Checks what Create I/O Completion Queue and Submission Queue have in common; returns the entries.
+    /// Common checks of Create I/O Completion Queue and Submission Queue; returns the entries.
     fn check_ring(&self, sqe: &Sqe, entry_shift: u8, entry_shift_wanted: u8) -> Result<u16, NvmeStatus> {
         let entries = (sqe.dword(10) >> 16) + 1;
         if entries < 2 || entries > u32::from(self.options.queue_entries) || entry_shift != entry_shift_wanted {
@@ -290,7 +289,7 @@ impl Controller {
             FeatureEffect::WriteCache(is_enabled) => {
                 self.set_write_through(!is_enabled);
                 if !is_enabled {
-                    // What was written before is to be durable as what comes.
+                    // Earlier writes are to be as durable as later ones.
                     return Ok(AdminOutcome::Pending(PendingAdmin::Flush(self.request_flush())));
                 }
             }

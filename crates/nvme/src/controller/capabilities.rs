@@ -1,4 +1,4 @@
-//! What a controller can do: its options, the capability registers, and identify data of the controller.
+//! Capabilities of a controller: its options, the capability registers, and its identify data.
 
 use super::events::REQUESTS_MAX;
 use super::logs::ERRORS_MAX;
@@ -101,7 +101,7 @@ impl ControllerOptions {
         Capabilities {
             queue_entries_max: u32::from(self.queue_entries),
             contiguous_queues: true,
-            // I/O that a device has must come back before a reset is over.
+            // A reset waits for the device's I/O in flight.
             timeout_500ms: READY_500MS,
             // The NVM command set.
             command_sets: 1,

@@ -11,7 +11,7 @@ pub(crate) const CONFIGURABLE: u32 = 0xff | NAMESPACE_NOTICES;
 /// Namespace attribute notices.
 const NAMESPACE_NOTICES: u32 = 1 << 8;
 
-/// An event that a host can be told of.
+/// An event that a host can be notified of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ControllerEvent {
     /// A doorbell of a queue that does not exist was written.
@@ -52,13 +52,12 @@ pub(crate) struct PendingEvents {
     events: VecDeque<ControllerEvent>,
     /// The cids of requests, in order.
     requests: VecDeque<u16>,
-    /// A bit for each type of event that was told and whose log page was not read since.
+    /// A bit for each type of event that was reported and whose log page was not read since.
     masked: u8,
 }
 
 impl PendingEvents {
-    /// An event has happened. One of which the host has not been told yet is kept once; notices only if they are
-    /// configured.
+    /// Adds an event. One that is not reported yet is kept once; notices only if they are configured.
     pub(crate) fn push(&mut self, event: ControllerEvent, configuration: u32) {
         let is_wanted = event != ControllerEvent::NamespacesChanged || configuration & NAMESPACE_NOTICES != 0;
         if is_wanted && !self.events.contains(&event) {
@@ -92,14 +91,14 @@ impl PendingEvents {
         Some((*self.requests.front()?, *self.events.iter().find(is_open)?))
     }
 
-    /// The host was told of the event that is next.
+    /// The next event was reported to the host.
     pub(crate) fn told(&mut self, event: ControllerEvent) {
         self.requests.pop_front();
         self.events.retain(|other| *other != event);
         self.masked |= 1 << event.parts().0;
     }
 
-    /// The host has read a log page: it knows all events of that page, and those to come are told again.
+    /// The host has read a log page: it knows all events of that page, and later ones are reported again.
     pub(crate) fn was_read(&mut self, page: u8) {
         self.events.retain(|event| event.parts().2 != page);
         for event in ControllerEvent::ALL.into_iter().filter(|event| event.parts().2 == page) {

@@ -25,7 +25,7 @@ const _: () = assert!(lid::FEATURE_EFFECTS == 0x12);
 
 /// Bytes of the data of the Timestamp feature.
 pub(crate) const TIMESTAMP_BYTES: usize = 8;
-/// Temperature thresholds at the start, K: nothing is over the first one, nothing under the second one.
+/// Initial temperature thresholds, K: never exceeded, in either direction.
 const OVER_KELVIN: u16 = super::capabilities::WARNING_KELVIN;
 /// Power states that dword 11 can name.
 const POWER_STATES: u32 = 32;
@@ -42,7 +42,7 @@ enum FeatureSelect {
     Capabilities,
 }
 
-/// What a feature command needs to know beside the features.
+/// State beside the features that a feature command uses.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct FeatureContext {
     /// Any namespace has a volatile cache.
@@ -54,10 +54,10 @@ pub(crate) struct FeatureContext {
     pub(crate) now_ns: u64,
 }
 
-/// What a feature command does beside its result.
+/// Side effect of a feature command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FeatureEffect {
-    /// Nothing.
+    /// None.
     Nothing,
     /// The volatile write cache was enabled or disabled.
     WriteCache(bool),

@@ -28,7 +28,7 @@ pub(crate) struct QueueGroup {
     /// Places are kept while commands of them are out.
     members: Vec<Option<GroupMember>>,
     tokens: TokenTable,
-    /// Whose turn it is.
+    /// Submission queue that is next.
     turn: usize,
     /// Submission queues that are being removed.
     removing: usize,
@@ -56,7 +56,7 @@ impl QueueGroup {
         }
     }
 
-    /// Has a submission queue fetch nothing more: it is removed when its last command is complete.
+    /// Stops fetching of a submission queue: it is removed when its last command is complete.
     pub(crate) fn begin_removal(&mut self, qid: u16) {
         if let Some(member) = self.members.iter_mut().flatten().find(|member| member.ring.qid == qid) {
             member.is_stopping = true;
@@ -76,8 +76,8 @@ impl QueueGroup {
         place.take().map(|member| member.ring.qid)
     }
 
-    /// Fetches the next command of the submission queue whose turn it is, if there is one, a token is free and its
-    /// completion has room. Queues that are broken or empty are passed over.
+    /// Fetches the next command of the next submission queue, if there is one, a token is free and its completion has
+    /// room. Broken and empty queues are skipped.
     #[inline]
     pub(crate) fn fetch(&mut self) -> Option<Fetched> {
         let mut empty = 0;

@@ -1,20 +1,20 @@
 //! An I/O completion queue of a controller with its submission queues: commands become bios, bios become completions.
 //!
 //! Owned by a lane, apart from the admin side. The two meet by plain messages: the admin side sends a
-//! [`ControllerQueueCommand`], the owner hands it to [`ControllerIoQueue::handle`] and carries each
-//! [`ControllerQueueReply`] back. It starts no thread and signals no interrupt: [`ControllerIoQueue::publish`] says
-//! which vector to signal.
+//! [`ControllerQueueCommand`], the owner passes it to [`ControllerIoQueue::handle`] and carries each
+//! [`ControllerQueueReply`] back. It starts no thread and signals no interrupt: [`ControllerIoQueue::publish`] returns
+//! the vector to signal.
 //!
 //! ```text
 //!  submission rings ──fetch──▶ bio ──▶ hardware queue ──end──▶ completion ring ──publish──▶ vector
 //! ```
 //!
 //! A command is fetched only when its owner has a bio for it and its completion an entry. Some commands become several
-//! bios, one such at a time: ranges to deallocate, blocks to verify, a flush of all namespaces. Compare reads into
-//! memory of the controller, one command at a time; the next one waits, and the queue with it.
+//! bios, one such command at a time: ranges to deallocate, blocks to verify, a flush of all namespaces. Compare reads
+//! into memory of the controller, one command at a time; the next one waits, and the queue with it.
 //!
-//! When the controller is reset, fetching ends at once and nothing more is written to the completion ring. The queue
-//! is stopped when the last bio has come back: until then a device may write to the memory of the host.
+//! When the controller is reset, fetching ends at once and nothing more is written to the completion ring. The queue is
+//! stopped when the last bio has come back: until then a device may write to the memory of the host.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -32,7 +32,7 @@ use super::{NamespaceTable, ServedNamespace};
 use crate::doorbell::Doorbells;
 use crate::{DmaMap, DsmRange, IoCommand, IoParser, NamespaceFormat, NvmeStatus, Sqe, io};
 
-/// Most failures of commands that wait to be told to the admin side; more are not logged.
+/// Limit of failed commands waiting to be reported to the admin side; further ones are not logged.
 const FAILURES_MAX: usize = 8;
 
 /// The memory that a controller reaches: that of the host, and its own for commands without a transfer.
@@ -66,7 +66,7 @@ impl ControllerMemory {
     }
 }
 
-/// What the owner of a queue counts and the admin side reads, and one setting the other way. One writer each.
+/// Counters of a queue's owner for the admin side, and one setting in the other direction. One writer each.
 #[derive(Debug, Default)]
 pub(crate) struct IoShared {
     /// The volatile write cache is disabled: each write is durable when it completes.
@@ -83,11 +83,11 @@ fn count(counter: &AtomicU64, by: u64) {
     counter.store(counter.load(Relaxed).wrapping_add(by), Relaxed);
 }
 
-/// A submission queue on its way to the owner of its completion queue.
+/// A submission queue for the owner of its completion queue.
 #[derive(Debug)]
 pub struct NewSubmissionQueue(pub(crate) SubmissionRing);
 
-/// What the admin side asks of the owner of an I/O completion queue.
+/// Command of the admin side to the owner of an I/O completion queue.
 #[derive(Debug)]
 pub enum ControllerQueueCommand {
     /// Serve one more submission queue.
@@ -113,7 +113,7 @@ pub enum ControllerQueueCommand {
     Stop,
 }
 
-/// What the owner of an I/O completion queue answers.
+/// Reply of the owner of an I/O completion queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ControllerQueueReply {
     /// A submission queue is gone.
@@ -133,7 +133,7 @@ pub enum ControllerQueueReply {
     DoorbellsSet,
     /// The old memory is no longer used. False if a ring has no memory now: the queue has stopped.
     MemorySet(bool),
-    /// Nothing is written to the memory of the host any more; the queue may be dropped.
+    /// The memory of the host is not written any more; the queue may be dropped.
     Stopped,
     /// A doorbell has a value that no honest host writes: the submission queue, or zero for the completion queue.
     Fault(u16, DoorbellFault),
@@ -157,7 +157,7 @@ struct IoCommandState {
     sectors: u32,
 }
 
-/// The command that becomes several bios, and what of it is still to come.
+/// The command that becomes several bios, and its rest.
 #[derive(Clone, Copy, Debug)]
 enum Expansion {
     Deallocate {
@@ -175,14 +175,14 @@ enum Expansion {
     },
 }
 
-/// What comes of [`ControllerIoQueue::fetch`].
+/// Result of [`ControllerIoQueue::fetch`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NextBio {
     /// The bio is filled in. It is one of the command of this token: see [`ControllerIoQueue::end`].
     Bio(u16),
     /// A command was refused, begun or completed without one.
     Without,
-    /// There is none for now.
+    /// None is available.
     Unavailable,
 }
 
@@ -265,8 +265,8 @@ impl ControllerIoQueue {
         self.parser.segments_max()
     }
 
-    /// Looks for the next bio, which fills `bio` in; its cookie is left alone. A caller that gives other queues their
-    /// turn counts commands that needed no bio, too: a host can send those without end.
+    /// Fetches the next bio, and fills `bio` in; its cookie is unchanged. A caller that bounds the work of a round
+    /// counts commands without a bio, too: a host can send those without end.
     #[inline]
     pub fn fetch(&mut self, bio: &mut Bio) -> NextBio {
         if self.is_stopping || self.next_memory.is_some() {
@@ -324,7 +324,7 @@ impl ControllerIoQueue {
         }
         let can_fetch = self.group.arm();
         self.take_faults();
-        // A Compare that waits for the one before goes on when that is complete, and the rest of the queue behind it.
+        // A waiting Compare continues when the previous one is complete, and the rest of the queue behind it.
         let can_go_on = match (&self.expansion, &self.parked) {
             (Some(_), _) => true,
             (None, Some(_)) => self.compare.is_none(),
@@ -333,7 +333,7 @@ impl ControllerIoQueue {
         can_go_on || !self.replies.is_empty()
     }
 
-    /// Does what the admin side asks.
+    /// Executes a command of the admin side.
     pub fn handle(&mut self, command: ControllerQueueCommand) {
         match command {
             ControllerQueueCommand::AddSubmissionQueue(NewSubmissionQueue(ring)) => self.group.add(ring),
@@ -407,7 +407,7 @@ impl ControllerIoQueue {
         }
     }
 
-    /// Begins a command: fills in the bio, or says what is to be done without.
+    /// Begins a command: fills in the bio, or returns the result without one.
     #[inline]
     fn begin(&mut self, token: u16, sqe: &Sqe, bio: &mut Bio) -> Result<NextBio, NvmeStatus> {
         if sqe.opcode() == io::FLUSH && sqe.nsid() == u32::MAX && sqe.fused() == 0 {
@@ -455,7 +455,7 @@ impl ControllerIoQueue {
         NextBio::Without
     }
 
-    /// Fills in the next bio of an expansion. Returns the rest; nothing if there was none.
+    /// Fills in the next bio of an expansion. Returns the rest; `None` if there was none.
     fn expand(&mut self, expansion: Expansion, bio: &mut Bio) -> Option<Expansion> {
         match expansion {
             Expansion::Deallocate { format, device } => {
@@ -547,7 +547,7 @@ impl ControllerIoQueue {
         }
     }
 
-    /// Compares what was read with the data of the host, each byte of which is read once.
+    /// Compares data read with that of the host, each byte of which is read once.
     fn compare_data(&self, sectors: u32) -> NvmeStatus {
         const CHUNK: usize = 512;
         let (mut ours, mut theirs) = ([0; CHUNK], [0; CHUNK]);
@@ -575,7 +575,7 @@ impl ControllerIoQueue {
         NvmeStatus::SUCCESS
     }
 
-    /// Aborts a command that is not with a device, or has bios still to come. Others go on: a device does not take a
+    /// Aborts a command that is not at a device, or has bios still to come. Others continue: a device cannot take a
     /// request back.
     fn abort(&mut self, sqid: u16, cid: u16) {
         let Some(token) = self.group.find(sqid, cid) else {

@@ -99,7 +99,7 @@ pub(crate) struct IoTotals {
 }
 
 impl IoTotals {
-    /// Adds what a queue has counted.
+    /// Adds a queue's counts.
     pub(crate) fn add(&mut self, shared: &IoShared) {
         for (total, counter) in [
             (&mut self.reads, &shared.reads),
@@ -148,7 +148,7 @@ impl ControllerLogs {
         is_changed
     }
 
-    /// A log page; nothing if there is no such page.
+    /// A log page; `None` if there is no such page.
     pub(crate) fn page<'a>(&self, id: u8, queues: impl Iterator<Item = &'a Arc<IoShared>>) -> Option<Vec<u8>> {
         Some(match id {
             lid::SUPPORTED => {
@@ -216,7 +216,7 @@ impl ControllerLogs {
     }
 }
 
-/// Commands supported, and which of them change data (bit 1) or what a controller can do (bit 3).
+/// Supported commands, and their effects: data (bit 1) or capabilities of a controller (bit 3).
 fn effects() -> Vec<u8> {
     const SUPPORTED: u8 = 1;
     const CHANGES_DATA: u8 = 2;

@@ -17,7 +17,7 @@ mod descriptor {
 /// A namespace that a controller serves.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ServedNamespace {
-    /// What is needed to parse commands for it.
+    /// Format for parsing its commands.
     pub format: NamespaceFormat,
     /// Number of the device behind it: [`Bio::namespace`](blkyard_mq::Bio::namespace) of its bios.
     pub device: u16,
@@ -27,11 +27,11 @@ pub struct ServedNamespace {
     pub deallocate_blocks: u32,
     /// Physical block, logical blocks.
     pub physical_blocks: u32,
-    /// Globally unique identifier, big-endian; zero for none.
+    /// Globally unique identifier, big-endian; 0 for none.
     pub nguid: [u8; 16],
-    /// IEEE extended unique identifier, big-endian; zero for none.
+    /// IEEE extended unique identifier, big-endian; 0 for none.
     pub eui64: [u8; 8],
-    /// UUID, big-endian; zero for none.
+    /// UUID, big-endian; 0 for none.
     pub uuid: [u8; 16],
 }
 
@@ -121,10 +121,10 @@ impl NamespaceTable {
         NamespaceTable { places: vec![None; identifiers as usize] }
     }
 
-    /// Puts a namespace in its place, or takes the one of this identifier away.
+    /// Sets a namespace, or removes the one of this identifier.
     ///
     /// # Panics
-    /// If there is no such place.
+    /// If the identifier is out of range.
     pub fn set(&mut self, nsid: u32, namespace: Option<ServedNamespace>) {
         assert!(namespace.as_ref().is_none_or(|namespace| namespace.format.nsid == nsid), "namespace {nsid}");
         self.places[nsid as usize - 1] = namespace;

@@ -1,11 +1,11 @@
-//! A queue pair, controller side: commands are fetched and handed out, and completed in any order.
+//! A queue pair, controller side: commands are fetched, and completed in any order.
 //!
-//! Owned by one thread. A command that is handed out is known by its *token*, a number of our own; the host's cid names
-//! nothing here. No command is fetched unless its completion has an entry in the completion ring. A completion ring
-//! that serves several submission rings is a [`QueueGroup`](super::group::QueueGroup).
+//! Owned by one thread. A fetched command is known by its *token*, a number of our own; the host's cid is not used as
+//! an index. No command is fetched unless its completion has an entry in the completion ring. A completion ring that
+//! serves several submission rings is a [`QueueGroup`](super::group::QueueGroup).
 //!
-//! The host is not trusted: each field is read once. What breaks the rules of doorbells stops the queue for good
-//! ([`DoorbellFault`]); a cid that is in use is refused with the status for it.
+//! The host is not trusted: each field is read once. A violation of the rules of doorbells stops the queue permanently
+//! ([`DoorbellFault`]); a cid that is in use is refused with its status.
 
 use blkyard_mem::View;
 
@@ -47,7 +47,7 @@ impl ControllerQueuePair {
     /// An empty queue pair, as the host creates it. Its doorbell registers are zeroed.
     ///
     /// # Panics
-    /// If the memory does not suffice: what a host says of it is checked before.
+    /// If the memory does not suffice: the host's values are checked before.
     pub fn new(qid: u16, rings: ControllerRings, doorbells: &Doorbells) -> ControllerQueuePair {
         let sq = SubmissionRing::new(qid, rings.sq, rings.sq_entries, doorbells);
         let cq = CompletionRing::new(qid, rings.cq, rings.cq_entries, doorbells);
@@ -55,7 +55,7 @@ impl ControllerQueuePair {
         ControllerQueuePair { sq, cq, tokens }
     }
 
-    /// The same, whose rings the host has at these addresses: they can be found anew in memory that has changed.
+    /// The same with the host's addresses of the rings: they can be looked up again in changed memory.
     pub(crate) fn at(mut self, sq: u64, cq: u64) -> ControllerQueuePair {
         self.sq.addr = sq;
         self.cq.addr = cq;
@@ -80,7 +80,7 @@ impl ControllerQueuePair {
     /// Fetches the next command, if there is one and its completion has room.
     ///
     /// # Errors
-    /// The host broke the queue, now or before. What was handed out may still be completed.
+    /// The host broke the queue, now or before. Fetched commands may still be completed.
     #[inline]
     pub fn fetch(&mut self) -> Result<Option<Fetched>, DoorbellFault> {
         // Each cid that is in use takes an entry of the completion ring, so this ends.

@@ -1,4 +1,4 @@
-//! Register accesses of a host: each has a defined result, whatever its size and place.
+//! Register accesses of a host: each has a defined result, for any size and offset.
 //!
 //! Reads are of 1, 2, 4 or 8 bytes, writes of 4 or 8, aligned to their size. Reserved registers read as zero, and
 //! writes to them and to read-only ones have no effect. Doorbells are written by 4 bytes and read as zero.
@@ -54,8 +54,8 @@ impl Controller {
         Ok(if bytes == 8 { word } else { word & ((1 << (bytes * 8)) - 1) })
     }
 
-    /// Writes `bytes` bytes of registers. Returns the queue to look at, if a doorbell of one was written: zero for the
-    /// admin queue, else the I/O completion queue that has it.
+    /// Writes `bytes` bytes of registers. Returns the queue whose doorbell was written, if any: 0 for the admin queue,
+    /// otherwise its I/O completion queue.
     ///
     /// # Errors
     /// See [`RegisterFault`].
@@ -101,7 +101,7 @@ impl Controller {
             reg::ACQ => halves(addresses.cq)[0],
             0x34 => halves(addresses.cq)[1],
             reg::CRTO => u32::from(READY_500MS),
-            // Interrupt masks are for pins, which there are none of; the rest is reserved or not supported.
+            // Interrupt masks are for pin interrupts, which do not exist here; the rest is reserved or not supported.
             _ => 0,
         }
     }

@@ -17,7 +17,7 @@ pub enum DoorbellFault {
     /// A tail that is no index of the submission ring.
     #[error("submission queue tail {0} is outside the ring")]
     Tail(u32),
-    /// A head that is no index of the completion ring, or beyond what was completed.
+    /// A head outside the completion ring, or beyond the completed entries.
     #[error("completion queue head {0} is outside the ring or beyond the tail")]
     Head(u32),
 }
@@ -43,7 +43,7 @@ impl SubmissionRing {
     /// An empty ring of at least 2 entries. Its doorbell register is zeroed.
     ///
     /// # Panics
-    /// If the memory does not suffice: what a host says of it is checked before.
+    /// If the memory does not suffice: the host's values are checked before.
     pub(crate) fn new(qid: u16, view: View, entries: u16, doorbells: &Doorbells) -> SubmissionRing {
         let len = view.len();
         assert!(
@@ -61,7 +61,7 @@ impl SubmissionRing {
         self.fault
     }
 
-    /// Whether a command is there to be taken.
+    /// Whether a command is available.
     #[inline]
     pub(crate) fn has_next(&mut self) -> Result<bool, DoorbellFault> {
         if self.head != self.tail {
@@ -72,7 +72,7 @@ impl SubmissionRing {
         Ok(self.head != self.tail)
     }
 
-    /// Takes the next command, which is there: a copy.
+    /// Takes the next command, which is available: a copy.
     #[inline]
     pub(crate) fn take(&mut self) -> Sqe {
         let at = usize::from(self.head) * SQE_BYTES;
@@ -99,14 +99,14 @@ impl SubmissionRing {
         self.used_cids[usize::from(cid / 64)] &= !(1 << (cid % 64));
     }
 
-    /// Asks for a write of the register once the tail moves on. Says whether a command is there already.
+    /// Asks for a write of the register once the tail advances. True if a command is available already.
     pub(crate) fn listen(&mut self) -> Result<bool, DoorbellFault> {
         let tail = self.doorbell.listen(self.tail);
         self.set_tail(tail)?;
         Ok(self.head != self.tail)
     }
 
-    /// A ring in the memory of the host, at this address; nothing if that is not mapped in one run.
+    /// A ring in the memory of the host, at this address; `None` if that is not mapped contiguously.
     pub(crate) fn map(
         qid: u16,
         addr: u64,
@@ -147,7 +147,7 @@ impl SubmissionRing {
         Ok(())
     }
 
-    /// Fetches nothing more.
+    /// Stops fetching.
     #[cold]
     fn stop(&mut self, fault: DoorbellFault) -> Result<(), DoorbellFault> {
         self.fault = Some(fault);
@@ -180,7 +180,7 @@ impl CompletionRing {
     /// An empty ring of at least 2 entries. Its doorbell register is zeroed.
     ///
     /// # Panics
-    /// If the memory does not suffice: what a host says of it is checked before.
+    /// If the memory does not suffice: the host's values are checked before.
     pub(crate) fn new(qid: u16, view: View, entries: u16, doorbells: &Doorbells) -> CompletionRing {
         let len = view.len();
         assert!(
@@ -270,7 +270,7 @@ impl CompletionRing {
         Ok(self.is_roomy())
     }
 
-    /// A ring in the memory of the host, at this address; nothing if that is not mapped in one run.
+    /// A ring in the memory of the host, at this address; `None` if that is not mapped contiguously.
     pub(crate) fn map(
         qid: u16,
         addr: u64,

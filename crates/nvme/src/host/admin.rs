@@ -38,11 +38,11 @@ pub enum AdminData<'a> {
     None,
     /// From the controller.
     Read,
-    /// To the controller; what is beyond a page is cut off.
+    /// To the controller; bytes beyond a page are cut off.
     Write(&'a [u8]),
 }
 
-/// A command that is over, or was given up.
+/// A command that has ended, or was given up.
 #[derive(Debug)]
 pub(crate) struct AdminCompleted<P> {
     pub(crate) slot: u16,
@@ -58,7 +58,7 @@ struct AdminCommand<P> {
     deadline_ns: u64,
 }
 
-/// The admin queue. `P` says what a command is for.
+/// The admin queue. `P` is the purpose of a command.
 #[derive(Debug)]
 pub(crate) struct AdminQueue<P> {
     pair: HostQueuePair,
@@ -83,7 +83,7 @@ impl AdminMemory {
         Ok(AdminMemory { block: SharedBlock::new(transport, PAGES * PAGE_BYTES)? })
     }
 
-    /// The rings; nothing until they are mapped.
+    /// The rings; `None` until they are mapped.
     pub(crate) fn rings<T: ControllerTransport + ?Sized>(&self, transport: &T) -> Option<AdminRings> {
         let sq_addr = self.block.addr(transport)?;
         Some(AdminRings { sq_addr, cq_addr: sq_addr + (CQ_PAGE * PAGE_BYTES) as u64, entries: ADMIN_ENTRIES })
@@ -165,12 +165,12 @@ impl<P> AdminQueue<P> {
         }
     }
 
-    /// Has the controller see what was sent. Says whether it does: a controller that is gone sees nothing.
+    /// Announces sent commands to the controller. False if it is gone.
     pub(crate) fn announce<T: ControllerTransport + ?Sized>(&mut self, transport: &mut T) -> bool {
         !self.pair.announce() || self.forward(transport, sq_doorbell(0, self.stride))
     }
 
-    /// Hands over what is complete.
+    /// Returns completions.
     pub(crate) fn poll<T: ControllerTransport + ?Sized>(
         &mut self,
         transport: &mut T,
@@ -204,7 +204,7 @@ impl<P> AdminQueue<P> {
         self.commands.iter().flatten().map(|command| command.deadline_ns).min()
     }
 
-    /// A command whose time is up.
+    /// A command that has exceeded its deadline.
     pub(crate) fn late(&self, now_ns: u64) -> Option<&P> {
         self.commands.iter().flatten().find(|command| command.deadline_ns <= now_ns).map(|command| &command.purpose)
     }

@@ -200,7 +200,7 @@ impl<T: ControllerTransport> HostController<T> {
                 }
             }
             SetupStep::CreateCq(qid) | SetupStep::CreateSq(qid) => {
-                // The controller takes no more than those before: they are what is asked for next.
+                // The controller accepts no more than the previous ones: these are requested next.
                 self.asked = qid - 1;
                 self.set_up(SetupStep::DeleteSq(qid), now_ns);
             }
@@ -241,7 +241,7 @@ impl<T: ControllerTransport> HostController<T> {
         let stride = self.capabilities.doorbell_stride;
         let shadow = has_shadow.then(|| admin.shadow().0);
         if self.queues.iter().any(IoQueueSlot::is_taken) && has_shadow != self.has_shadow {
-            // The owners of the queues go on as they began.
+            // The owners of the queues continue as before.
             let status = NvmeStatus::INVALID_OPCODE;
             return self.end(NvmeHostError::Command { command: SetupStep::Shadow.name(), status }, now_ns);
         }

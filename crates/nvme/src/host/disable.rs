@@ -8,14 +8,14 @@ use crate::host::enable::{capabilities, timeout_ns};
 use crate::host::{ControllerTransport, DeviceGone, HostStep, NvmeHostError};
 use crate::registers::{CC, ControllerConfig};
 
-/// Time between two looks at a register that is to change, ns.
+/// Polling interval of a register that is to change, ns.
 const REGISTER_POLL_NS: u64 = 1_000_000;
 /// CC.SHN: normal shutdown.
 const SHUTDOWN_NORMAL: u8 = 1;
 /// CSTS.SHST: shutdown complete.
 const SHUTDOWN_COMPLETE: u8 = 2;
 
-/// What has proven that a controller is silent.
+/// Proof that a controller is silent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Silence {
     /// It is disabled.
@@ -124,7 +124,7 @@ impl Disable {
                         return Ok(poll_at(now_ns, until_ns));
                     } else if !self.was_reset && transport.reset_function() {
                         self.was_reset = true;
-                        // Looked at again, so that a device that has not survived it is noticed.
+                        // Read again, so that a device that has not survived it is noticed.
                         self.state = DisableState::Clear;
                     } else {
                         self.state = DisableState::Start;
@@ -137,7 +137,7 @@ impl Disable {
     }
 }
 
-/// The next look at a register, no later than the end of the wait.
+/// The next read of a register, at the latest at the end of the wait.
 pub(crate) fn poll_at(now_ns: u64, until_ns: u64) -> HostStep {
     HostStep::Wait { deadline_ns: now_ns.saturating_add(REGISTER_POLL_NS).min(until_ns) }
 }

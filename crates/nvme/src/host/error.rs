@@ -2,7 +2,7 @@
 
 use crate::{DeviceGone, NvmeStatus};
 
-/// What a step machine wants next.
+/// Next step of a state machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[must_use]
 pub enum HostStep {
@@ -41,7 +41,7 @@ pub enum NvmeHostError {
     /// CSTS.CFS
     #[error("NVMe controller: reports a fatal error; reset the device or look into its log")]
     Fatal,
-    /// A command that bring-up needs has failed.
+    /// A command needed for bring-up has failed.
     #[error("NVMe controller: {command} failed, {status}; look into its error log")]
     Command {
         /// Name of the command.
@@ -49,7 +49,7 @@ pub enum NvmeHostError {
         /// Status of the controller.
         status: NvmeStatus,
     },
-    /// A command that bring-up needs was not completed.
+    /// A command needed for bring-up was not completed.
     #[error("NVMe controller: {0} was not completed in time; reset the device")]
     Timeout(&'static str),
     /// The memory of the queues cannot be had or not be mapped.

@@ -1,8 +1,8 @@
-//! A controller as its host sees it: brought up, watched, reset, given up.
+//! A controller on its host's side: brought up, watched, reset, given up.
 //!
 //! Owned by one thread, which calls [`HostController::advance`] when the admin queue's interrupt has come, when the
 //! returned time is reached and after each call of another method. The owners of I/O queues are other threads. They get
-//! commands by [`HostEvent::Queue`], and whoever stands between passes their reports on.
+//! commands by [`HostEvent::Queue`], and their reports are passed on.
 //!
 //! ```text
 //!   New ──▶ Connecting ──────────────▶ Live ──▶ Resetting ──┐
@@ -12,8 +12,8 @@
 //!   on failure or removal: Deleting, the same way down, then Dead or DeletingNoIo
 //! ```
 //!
-//! Nothing that the controller may touch is given back before it is proven silent: until then queues are not told to
-//! cancel. A controller that cannot be proven silent keeps what it has, and is asked again and again.
+//! Memory that the controller may touch is not released before it is proven silent: until then queues are not told to
+//! cancel. A controller that cannot be proven silent keeps its requests, and is checked repeatedly.
 
 use std::collections::VecDeque;
 
@@ -44,7 +44,7 @@ pub struct NvmeHostConfig {
     pub list_pages: u16,
     /// Whether shadow doorbells are used where the controller has them.
     pub has_shadow: bool,
-    /// Keep-alive timeout, ms; zero for none.
+    /// Keep-alive timeout, ms; 0 for none.
     pub keep_alive_ms: u32,
 }
 
@@ -62,7 +62,7 @@ impl Default for NvmeHostConfig {
     }
 }
 
-/// What others must know of a controller.
+/// An event for other parts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum HostEvent {
     /// The owner of this I/O queue gets this command.
@@ -72,7 +72,7 @@ pub enum HostEvent {
     Live,
     /// [Namespaces](HostController::namespaces) have come, gone or changed.
     NamespacesChanged,
-    /// A command of the user is over.
+    /// A command of the user has ended.
     Completed {
         /// The user's number for it.
         user: u64,
@@ -85,13 +85,13 @@ pub enum HostEvent {
     },
     /// The controller is shut down until it is [resumed](HostController::resume).
     Suspended,
-    /// The controller has failed. What is in flight fails once it is silent.
+    /// The controller has failed. Requests in flight fail once it is silent.
     Failed(NvmeHostError),
     /// The controller is silent for good.
     Over,
 }
 
-/// What an admin command is for.
+/// Purpose of an admin command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum AdminPurpose {
     Setup(SetupStep),
@@ -117,10 +117,10 @@ impl AdminPurpose {
     }
 }
 
-/// Where the controller is on its way up or down.
+/// Position of the controller on its way up or down.
 #[derive(Debug)]
 pub(crate) enum HostPhase {
-    /// Nothing to do.
+    /// No step is due.
     Idle,
     /// Until the memory of the admin queue is mapped.
     Map {
@@ -132,7 +132,7 @@ pub(crate) enum HostPhase {
         memory: Option<AdminMemory>,
     },
     Setup(SetupStep),
-    /// Until all I/O queues have stopped. What is in flight may end until then, unless the time is over.
+    /// Until all I/O queues have stopped. Requests in flight may complete until then, within the time limit.
     Stop {
         until_ns: Option<u64>,
     },
@@ -140,7 +140,7 @@ pub(crate) enum HostPhase {
     Disable(Disable),
     /// Disabling has failed: again at this time.
     Unproven(u64),
-    /// Until all I/O queues have cancelled what was in flight.
+    /// Until all I/O queues have cancelled their requests in flight.
     Cancel,
 }
 
@@ -157,7 +157,7 @@ pub struct HostController<T> {
     pub(crate) is_removed: bool,
     /// It is not to be enabled again before it is resumed.
     pub(crate) wants_suspend: bool,
-    /// Its admin queue answers nothing: it gets no more commands.
+    /// Its admin queue does not answer: it gets no more commands.
     pub(crate) is_mute: bool,
     pub(crate) error: Option<NvmeHostError>,
     pub(crate) admin: Option<AdminQueue<AdminPurpose>>,
@@ -224,12 +224,12 @@ impl<T: ControllerTransport> HostController<T> {
         self.error
     }
 
-    /// What it says of itself, once it was live.
+    /// Its identify data, once it was live.
     pub fn identify(&self) -> &IdentifyController {
         &self.identify
     }
 
-    /// How many I/O queues work, of each kind; none if the controller granted none.
+    /// Number of working I/O queues, of each kind; `None` if the controller granted none.
     pub fn queue_counts(&self) -> Option<QueueCounts> {
         self.counts
     }
@@ -244,7 +244,7 @@ impl<T: ControllerTransport> HostController<T> {
         &mut self.transport
     }
 
-    /// What others must know, in order.
+    /// The next event, in order.
     pub fn next_event(&mut self) -> Option<HostEvent> {
         self.events.pop_front()
     }
@@ -264,8 +264,8 @@ impl<T: ControllerTransport> HostController<T> {
         }
     }
 
-    /// Resets a live controller: what is in flight is sent again afterwards. Says whether a reset begins; one that is
-    /// going on is not begun again.
+    /// Resets a live controller: requests in flight are sent again afterwards. Returns whether a reset begins; a
+    /// running one is not restarted.
     pub fn reset(&mut self, now_ns: u64) -> bool {
         let begins = self.state == ControllerState::Live && self.state.change(ControllerState::Resetting);
         if begins {
@@ -274,8 +274,8 @@ impl<T: ControllerTransport> HostController<T> {
         begins
     }
 
-    /// Shuts a controller down, to be brought up again: requests wait meanwhile, however long. What is in flight has
-    /// time to end before. A controller that is not live yet is suspended when it is.
+    /// Shuts a controller down, to be brought up again: requests wait meanwhile, without a limit. Requests in flight
+    /// have time to complete before. A controller that is not live yet is suspended when it is.
     pub fn suspend(&mut self, now_ns: u64) {
         self.wants_suspend = true;
         if self.state == ControllerState::Live && self.state.change(ControllerState::Resetting) {
@@ -296,12 +296,12 @@ impl<T: ControllerTransport> HostController<T> {
         self.state == ControllerState::Resetting && matches!(self.phase, HostPhase::Idle)
     }
 
-    /// Removes the controller: it is shut down, and what is in flight fails.
+    /// Removes the controller: it is shut down, and requests in flight fail.
     pub fn remove(&mut self, now_ns: u64) {
         self.is_removed = true;
         match self.state {
             ControllerState::New | ControllerState::Dead => {
-                // Nothing is in use.
+                // No queue is in use.
                 self.state = ControllerState::DeletingNoIo;
                 self.events.push_back(HostEvent::Over);
             }
@@ -309,8 +309,8 @@ impl<T: ControllerTransport> HostController<T> {
         }
     }
 
-    /// Looks whether the controller is still there and well. For when the transport has news, and before a late command
-    /// is judged.
+    /// Checks whether the controller is present and has not failed. For events of the transport, and before a late
+    /// command is judged.
     pub fn check(&mut self, now_ns: u64) {
         if self.state.is_terminal() || self.state == ControllerState::New {
             return;
@@ -324,8 +324,8 @@ impl<T: ControllerTransport> HostController<T> {
         }
     }
 
-    /// Sends an admin command of the user, who knows it by a number. It ends as [`HostEvent::Completed`], also if the
-    /// controller is reset meanwhile. A command that is late has the controller reset.
+    /// Sends an admin command of the user, identified by a number. It ends as [`HostEvent::Completed`], also if the
+    /// controller is reset meanwhile. A late command causes a reset.
     ///
     /// # Errors
     /// All slots are in use, or the controller is not live: the number comes back.
@@ -367,7 +367,7 @@ impl<T: ControllerTransport> HostController<T> {
         }
     }
 
-    /// Takes what the admin queue has completed.
+    /// Handles completions of the admin queue.
     fn poll_admin(&mut self, now_ns: u64) {
         let Some(admin) = &mut self.admin else { return };
         let mut completions = std::mem::take(&mut self.completions);
@@ -409,13 +409,13 @@ impl<T: ControllerTransport> HostController<T> {
         }
     }
 
-    /// Acts on admin commands whose time is up.
+    /// Handles admin commands that have exceeded their deadline.
     fn expire_admin(&mut self, now_ns: u64) {
         if self.is_mute {
             return;
         }
         let Some(purpose) = self.admin.as_ref().and_then(|admin| admin.late(now_ns)).copied() else { return };
-        // Whatever becomes of it, the admin queue has nothing more to say before the controller was disabled.
+        // In any case the admin queue has no more completions before the controller was disabled.
         self.is_mute = true;
         match self.state {
             ControllerState::Connecting => self.end(NvmeHostError::Timeout(purpose.name()), now_ns),

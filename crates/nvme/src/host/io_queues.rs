@@ -9,10 +9,10 @@ use crate::host::{ControllerTransport, HostController, HostEvent, HostPhase, Hos
 use crate::registers::{DOORBELLS, cq_doorbell, sq_doorbell};
 use crate::{Doorbells, IoQueue, IoQueueCommand, IoQueueReport, ListPool, RetryDelays, Sqe, admin};
 
-/// What the owner of an I/O queue was told last, and has answered.
+/// Latest command to the owner of an I/O queue, and its answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum QueueRun {
-    /// Nothing is in flight, and nothing is sent.
+    /// No command is in flight, and none is sent.
     Drained,
     Running,
     Stopping,
@@ -27,7 +27,7 @@ pub(crate) struct IoQueueSlot {
     pub(crate) run: QueueRun,
     pub(crate) has_cq: bool,
     pub(crate) has_sq: bool,
-    /// How often its owner was told to start.
+    /// Number of start commands to its owner.
     pub(crate) starts: u32,
     /// By slot of the queue: the sequence of the command that an Abort was sent for.
     pub(crate) aborted: Box<[Option<u32>]>,
@@ -93,7 +93,7 @@ impl IoQueueSlot {
 }
 
 impl<T: ControllerTransport> HostController<T> {
-    /// The owner of an I/O queue has done what it was told.
+    /// Report of the owner of an I/O queue.
     pub fn queue_report(&mut self, qid: u16, report: IoQueueReport) {
         let Some(queue) = self.queue_mut(qid) else { return };
         queue.run = match (queue.run, report) {
@@ -107,7 +107,7 @@ impl<T: ControllerTransport> HostController<T> {
         self.queues.get_mut(usize::from(qid).checked_sub(1)?)
     }
 
-    /// Memory for an I/O queue; what is there stays.
+    /// Allocates memory for an I/O queue, unless it has some.
     pub(crate) fn prepare_queue(&mut self, qid: u16, entries: u16) -> Result<(), NvmeHostError> {
         if let Some(queue) = self.queue_mut(qid) {
             // Its owner has rings of this size.
@@ -134,7 +134,7 @@ impl<T: ControllerTransport> HostController<T> {
         Ok(())
     }
 
-    /// The controller is live: its queues run, and those it does not have fail if there is none at all.
+    /// The controller is live: its queues run, and others fail if it has none at all.
     pub(crate) fn start_queues(&mut self) -> Result<(), NvmeHostError> {
         let Some(doorbells) = &self.doorbells else { return Ok(()) };
         let namespaces: Vec<_> = self.namespaces.iter().map(|scanned| scanned.namespace).collect();
@@ -177,7 +177,7 @@ impl<T: ControllerTransport> HostController<T> {
         }
     }
 
-    /// The controller is silent: queues that have stopped give up what is in flight.
+    /// The controller is silent: stopped queues give up their requests in flight.
     pub(crate) fn cancel_queues(&mut self) {
         for queue in &mut self.queues {
             (queue.has_cq, queue.has_sq) = (false, false);
@@ -188,7 +188,7 @@ impl<T: ControllerTransport> HostController<T> {
         }
     }
 
-    /// The controller is over: so is each request.
+    /// The controller has ended: so has each request.
     pub(crate) fn fail_queues(&mut self) {
         for queue in self.queues.iter_mut().filter(|queue| queue.is_taken) {
             self.events.push_back(HostEvent::Queue(queue.qid, IoQueueCommand::Fail));

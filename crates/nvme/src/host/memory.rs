@@ -1,7 +1,6 @@
-//! Memory of queues: rings, lists, data pages of admin commands and shadow doorbells, mapped where the controller
-//! reaches it.
+//! Memory of queues: rings, lists, data pages of admin commands and shadow doorbells, mapped for the controller.
 //!
-//! Each block is a region of its own with a file behind it, so that it can be mapped by descriptor. It stays mapped for
+//! Each block is a separate region with a file behind it, so that it can be mapped by descriptor. It stays mapped for
 //! as long as the block lives; its owner drops it only when the controller is silent.
 
 use std::sync::Arc;

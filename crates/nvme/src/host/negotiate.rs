@@ -1,12 +1,12 @@
-//! How many I/O queues a host asks for, and what it makes of what it gets.
+//! Negotiation of the number of I/O queues.
 //!
-//! The rules are those of Linux's driver. Bounds in their order: what is asked for, what the controller grants (Set
-//! Features 07h), the doorbells that the transport shows, the interrupt vectors. What is left is split into queues for
-//! polling, for reads and for everything else; those come first in the numbering, then reads, then polling.
+//! The rules are those of Linux's driver. Bounds in their order: the request, the controller's grant (Set Features
+//! 07h), the doorbells of the transport, the interrupt vectors. The result is split into queues for polling, for reads
+//! and for all other I/O; those come first in the numbering, then reads, then polling.
 
 use blkyard_mq::QueueCounts;
 
-/// What a host wants of I/O queues.
+/// A host's request for I/O queues.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QueueDemand {
     /// Threads or CPUs that submit.
@@ -36,15 +36,15 @@ pub fn granted(result: u64, asked: u16) -> u16 {
     u16::try_from(submission.min(completion)).unwrap_or(u16::MAX).min(asked)
 }
 
-/// I/O queues whose doorbells lie within so many bytes of registers, beside those of the admin queue. `stride` is
+/// I/O queues whose doorbells are within so many bytes of registers, beside those of the admin queue. `stride` is
 /// CAP.DSTRD.
 pub fn doorbell_queues(doorbell_bytes: usize, stride: u8) -> u16 {
     let pairs = doorbell_bytes / (8 << stride);
     u16::try_from(pairs.saturating_sub(1)).unwrap_or(u16::MAX)
 }
 
-/// Splits granted queues by kind. `vectors` are all interrupt vectors, the admin queue's among them; with zero every
-/// queue is polled and needs none. None if no queues were granted.
+/// Splits granted queues by kind. `vectors` are all interrupt vectors, the admin queue's among them; with 0 every queue
+/// is polled and needs none. `None` if no queues were granted.
 pub fn split(granted: u16, vectors: u16, demand: QueueDemand) -> Option<QueueCounts> {
     if granted == 0 {
         return None;
@@ -147,7 +147,7 @@ mod tests {
             ((0, 9, 0, 0), [0, 0, 0]),
             // No write queues: reads and writes share.
             ((8, 9, 0, 0), [8, 0, 0]),
-            // One queue, whatever was wanted of writes.
+            // One queue, for any request.
             ((1, 9, 4, 0), [1, 0, 0]),
             // As many write queues as there are, or more: one for reads.
             ((8, 9, 8, 0), [7, 1, 0]),
@@ -167,7 +167,7 @@ mod tests {
             ((8, 2, 0, 0), [1, 0, 0]),
             // A single vector serves the admin queue and one other.
             ((8, 1, 3, 0), [1, 0, 0]),
-            // Without vectors all are polled, and none is bounded.
+            // Without vectors all are polled, without that bound.
             ((8, 0, 0, 0), [8, 0, 0]),
             ((8, 0, 2, 3), [2, 3, 3]),
         ] {

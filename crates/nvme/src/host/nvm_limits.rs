@@ -2,7 +2,7 @@
 
 use crate::{IDENTIFY_BYTES, PAGE};
 
-/// The limits; zero for what is not limited.
+/// The limits; 0 for unlimited.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NvmLimits {
     /// Longest Write Zeroes, bytes (WZSL).

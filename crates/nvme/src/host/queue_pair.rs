@@ -1,12 +1,12 @@
 //! A queue pair, host side: commands go into the submission ring, completions come out of the completion ring.
 //!
-//! Owned by one thread. A command is known by its slot, which the owner chooses: the place of its tag. Its identifier
-//! (cid) is the slot and four bits of a sequence that goes on with each use of the slot.
+//! Owned by one thread. A command is known by its slot, chosen by the owner: that of its tag. Its identifier (cid) is
+//! the slot and four bits of a sequence that advances with each use of the slot.
 //!
-//! The controller is not trusted. Each completion is read once and checked against the slot before anything is
-//! believed; what no honest controller writes is refused and counted ([`CqeFault`]), and the command stays in flight.
+//! The controller is not trusted. Each completion is read once and checked against the slot before it is used; an
+//! impossible one is refused and counted ([`CqeFault`]), and the command stays in flight.
 //!
-//! Does not reset anything: whoever owns the controller cancels what is in flight once the device is proven silent.
+//! Resets nothing: the controller's owner cancels commands in flight once the device is proven silent.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -20,7 +20,7 @@ use crate::{CQE_BYTES, Cqe, NvmeStatus, SQE_BYTES, Sqe};
 /// Bits of a cid that name the slot; the others are of its sequence.
 const SLOT_BITS: u32 = 12;
 const SLOT_MASK: u16 = (1 << SLOT_BITS) - 1;
-/// Where the phase stands in the second word of a completion.
+/// Position of the phase in the second word of a completion.
 const PHASE_BIT: u64 = 1 << 48;
 
 /// The memory of a queue pair: both rings have the same number of entries.
@@ -83,7 +83,7 @@ macro_rules! faults {
 faults! {
     /// Another submission queue than the one of this pair.
     WrongQueue = "completion for another submission queue",
-    /// A head that lies beyond what was submitted.
+    /// A head beyond the submitted commands.
     HeadJumped = "submission queue head beyond the tail",
     /// A cid whose slot does not exist.
     SlotOutOfRange = "command identifier out of range",
@@ -122,21 +122,21 @@ impl CqeFaults {
     }
 }
 
-/// A command that is over.
+/// A completed command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Completed {
     /// Its slot, which may be used again.
     pub slot: u16,
-    /// What became of it.
+    /// Its status.
     pub status: NvmeStatus,
     /// Its own result.
     pub result: u64,
 }
 
-/// What is known of a slot.
+/// State of a slot.
 #[derive(Clone, Copy, Debug, Default)]
 struct CommandSlot {
-    /// Goes on when a command of the slot is over, however it ended.
+    /// Advances when a command of the slot has ended, in any way.
     sequence: u32,
     /// Number of the submission, counted without end.
     submission: u64,
@@ -151,30 +151,30 @@ pub struct HostQueuePair {
     /// Where the next command goes, and its number.
     sq_tail: u16,
     submissions: u64,
-    /// The same as the controller was last told.
+    /// The tail last announced to the controller.
     announced_tail: u16,
     announced: u64,
     /// How far the controller has fetched, by the last completion that was believed, and the number of the next.
     sq_head: u16,
     fetched: u64,
     cq_head: u16,
-    /// The phase bit of a new completion, in its place.
+    /// The phase bit of a new completion, in its position.
     phase: u64,
     sq_doorbell: Doorbell,
     cq_doorbell: Doorbell,
     slots: Box<[CommandSlot]>,
     in_flight: u16,
-    /// Commands were cancelled: what the controller has fetched is not known until the next reset.
+    /// Commands were cancelled: the controller's fetch position is unknown until the next reset.
     is_cancelled: bool,
     faults: Arc<CqeFaults>,
 }
 
 impl HostQueuePair {
-    /// An empty queue pair over memory that no controller looks at yet. Faults outlive the queue pair: its successor
-    /// goes on counting them.
+    /// An empty queue pair over memory that the controller does not read yet. Faults outlive the queue pair: its
+    /// successor continues counting them.
     ///
     /// # Panics
-    /// If the memory does not suffice: its layout is of our own making.
+    /// If the memory does not suffice: its layout is made by this crate.
     pub fn new(qid: u16, rings: QueueRings, doorbells: &Doorbells, faults: Arc<CqeFaults>) -> HostQueuePair {
         let slots = rings.entries - 1;
         HostQueuePair::with_slots(qid, rings, doorbells, faults, slots)
@@ -248,17 +248,17 @@ impl HostQueuePair {
         self.in_flight
     }
 
-    /// What there is against the controller.
+    /// Counters of the controller's faults.
     pub fn faults(&self) -> &Arc<CqeFaults> {
         &self.faults
     }
 
-    /// The cid of the command in a slot, for an Abort; nothing if there is none.
+    /// The cid of the command in a slot, for an Abort; `None` if there is none.
     pub fn cid(&self, slot: u16) -> Option<u16> {
         self.slots.get(usize::from(slot)).filter(|entry| entry.in_flight).map(|entry| cid(slot, entry.sequence))
     }
 
-    /// The full sequence of a slot: it changes when the command there is over.
+    /// The full sequence of a slot: it changes when the command there has ended.
     pub fn sequence(&self, slot: u16) -> Option<u32> {
         self.slots.get(usize::from(slot)).map(|entry| entry.sequence)
     }
@@ -291,13 +291,13 @@ impl HostQueuePair {
         self.sq_doorbell.ring(old, self.sq_tail)
     }
 
-    /// Whether a completion is there to be polled.
+    /// Whether a completion is available.
     #[inline]
     pub fn is_pending(&self) -> bool {
         self.rings.cq.load_u64(usize::from(self.cq_head) * CQE_BYTES + 8, Relaxed) & PHASE_BIT == self.phase
     }
 
-    /// Hands over what is complete, at most a ring of it, and rings the completion queue's doorbell once. Says whether
+    /// Returns completions, at most a ring of them, and writes the completion queue's doorbell once. Returns whether
     /// its register was written.
     #[inline]
     pub fn poll(&mut self, mut each: impl FnMut(Completed)) -> bool {
@@ -322,7 +322,7 @@ impl HostQueuePair {
         }
         match taken {
             0 => false,
-            // The index is where it was, and says nothing: the controller learns of it with the next completion.
+            // The index has not changed: the controller learns of it with the next completion.
             _ if self.cq_head == old => false,
             _ => self.cq_doorbell.ring(old, self.cq_head),
         }
@@ -358,8 +358,9 @@ impl HostQueuePair {
         Ok(Completed { slot, status: cqe.status(), result: cqe.result() })
     }
 
-    /// Gives up the command in a slot, which the controller can no longer touch: it is disabled or gone. Says whether
-    /// there was one. What still comes for it is refused, and nothing is pushed before a [reset](HostQueuePair::reset).
+    /// Gives up the command in a slot, which the controller can no longer touch: it is disabled or gone. Returns
+    /// whether there was one. Later completions for it are refused, and no command is pushed before a
+    /// [reset](HostQueuePair::reset).
     pub fn cancel(&mut self, slot: u16) -> bool {
         let Some(entry) = self.slots.get_mut(usize::from(slot)).filter(|entry| entry.in_flight) else { return false };
         entry.in_flight = false;

@@ -1,4 +1,4 @@
-//! What becomes of a request whose command has failed: it ends, or is sent again, at once or after a delay.
+//! Disposition of a failed command's request: it ends, or is sent again, at once or after a delay.
 
 use blkyard_mq::{Done, Status, Tag};
 
@@ -29,7 +29,7 @@ impl RetryDelays {
     }
 }
 
-/// What becomes of a request.
+/// Disposition of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Disposition {
     /// It ends with the status.
@@ -39,7 +39,7 @@ pub enum Disposition {
 }
 
 impl Disposition {
-    /// What becomes of a request that was sent again `retries` times before.
+    /// Disposition of a request that was sent again `retries` times before.
     pub fn of(status: NvmeStatus, retries: u8, delays: RetryDelays) -> Disposition {
         if status.is_success() || status.is_final() || retries >= RETRIES_MAX {
             return Disposition::Complete;
@@ -72,7 +72,7 @@ impl Retries {
         self.retried == 0
     }
 
-    /// A command is over: completes its request, or has it sent again.
+    /// A command has ended: completes its request, or sends it again.
     #[cold]
     pub(crate) fn finish(&mut self, tag: Tag, status: NvmeStatus, done: &mut Done<'_>, now_ns: u64) {
         let count = &mut self.counts[tag.index()];
@@ -100,12 +100,12 @@ impl Retries {
         }
     }
 
-    /// When the next delay is over.
+    /// End of the next delay.
     pub(crate) fn deadline_ns(&self) -> Option<u64> {
         self.delayed.iter().map(|(due_ns, _)| *due_ns).min()
     }
 
-    /// Sends those again whose delay is over.
+    /// Sends the requests whose delay has ended.
     #[inline]
     pub(crate) fn requeue_due(&mut self, done: &mut Done<'_>, now_ns: u64) {
         if !self.delayed.is_empty() {

@@ -1,22 +1,22 @@
-//! The namespace scan: which namespaces there are, and what the queue core is to know of each.
+//! The namespace scan: the active namespaces, and their properties for the queue core.
 //!
 //! Pages of the active namespace list, 1024 identifiers each, until a page is not full; then for each namespace its
-//! identification descriptors and its data. A controller without the list has its namespaces tried one by one. What the
-//! controller says is bounded here: at most [`NAMESPACES_MAX`], in ascending order.
+//! identification descriptors and its data. On a controller without the list namespaces are tried one by one. The
+//! controller's answers are bounded here: at most [`NAMESPACES_MAX`], in ascending order.
 
 use blkyard_mq::DeviceInfo;
 
 use crate::host::nvm_limits::NvmLimits;
 use crate::{IDENTIFY_BYTES, IdentifyController, IdentifyNamespace, NvmeNamespace, NvmeStatus, Sqe, cns};
 
-/// Most namespaces that are looked at.
+/// Upper bound of namespaces scanned.
 pub const NAMESPACES_MAX: usize = 4096;
 /// Identifiers on a page of the list.
 const PAGE_IDS: usize = IDENTIFY_BYTES / 4;
 /// The NVM command set.
 const CSI_NVM: u8 = 0;
 
-/// By what a namespace is known wherever it turns up; unset ones are zero.
+/// Identity of a namespace; unset identifiers are zero.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct NamespaceIds {
     /// IEEE extended unique identifier, big-endian.
@@ -30,7 +30,7 @@ pub struct NamespaceIds {
 }
 
 impl NamespaceIds {
-    /// From a list of identification descriptors. What is not well-formed ends it.
+    /// From a list of identification descriptors, up to the first malformed one.
     pub fn parse(bytes: &[u8; IDENTIFY_BYTES]) -> NamespaceIds {
         let mut ids = NamespaceIds::default();
         let mut rest = &bytes[..];
@@ -53,16 +53,16 @@ impl NamespaceIds {
 /// A namespace that can be used.
 #[derive(Clone, Debug)]
 pub struct ScannedNamespace {
-    /// By what it is known.
+    /// Its identity.
     pub ids: NamespaceIds,
-    /// What the driver of a queue must know.
+    /// Properties for the driver of a queue.
     pub namespace: NvmeNamespace,
-    /// What the queue core must know.
+    /// Properties for the queue core.
     pub info: DeviceInfo,
 }
 
 impl ScannedNamespace {
-    /// Whether it is the same namespace as it was, and looks the same.
+    /// Whether it is the same namespace with the same properties.
     pub fn is_same(&self, other: &ScannedNamespace) -> bool {
         let look = |scanned: &ScannedNamespace| {
             let info = &scanned.info;
@@ -95,7 +95,7 @@ impl ScanStep {
 #[derive(Debug)]
 pub(crate) struct Scan {
     step: Option<ScanStep>,
-    /// Those still to be looked at, the next one last.
+    /// Namespaces still to be scanned, the next one last.
     nsids: Vec<u32>,
     ids: NamespaceIds,
     found: Vec<ScannedNamespace>,
@@ -106,12 +106,12 @@ impl Scan {
         Scan { step: Some(ScanStep::List(0)), nsids: vec![], ids: NamespaceIds::default(), found: vec![] }
     }
 
-    /// The next command; nothing once the scan is complete.
+    /// The next command; `None` once the scan is complete.
     pub(crate) fn step(&self) -> Option<ScanStep> {
         self.step
     }
 
-    /// What was found.
+    /// The namespaces found.
     pub(crate) fn into_found(self) -> Vec<ScannedNamespace> {
         self.found
     }

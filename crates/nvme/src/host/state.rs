@@ -46,7 +46,7 @@ impl ControllerState {
         )
     }
 
-    /// Goes over to the other state. Says whether that was allowed; if not, nothing changes.
+    /// Changes to the next state. Returns whether that was allowed; if not, nothing changes.
     pub fn change(&mut self, next: ControllerState) -> bool {
         let may = self.may_become(next);
         if may {

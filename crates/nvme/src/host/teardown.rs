@@ -12,7 +12,7 @@ use crate::{IoQueueCommand, NvmeStatus, Sqe};
 const UNPROVEN_RETRY_NS: u64 = 1_000_000_000;
 /// Time in which requests in flight may end before an orderly shutdown, ns, as in Linux.
 const DRAIN_NS: u64 = 30_000_000_000;
-/// Time for an orderly shutdown, ns, at least and at most, whatever the controller asks for (RTD3E).
+/// Time for an orderly shutdown, ns, lower and upper bound of the controller's value (RTD3E).
 const SHUTDOWN_MIN_NS: u64 = 5_000_000_000;
 const SHUTDOWN_MAX_NS: u64 = 60_000_000_000;
 
@@ -33,7 +33,7 @@ impl DeleteQueues {
 }
 
 impl<T: ControllerTransport> HostController<T> {
-    /// Begins the way down. An orderly one has time for what is in flight.
+    /// Begins the way down. An orderly one waits for requests in flight.
     pub(crate) fn tear_down(&mut self, is_orderly: bool, now_ns: u64) {
         self.stop_queues(if is_orderly { IoQueueCommand::Drain } else { IoQueueCommand::Stop });
         self.scan = None;
@@ -41,7 +41,7 @@ impl<T: ControllerTransport> HostController<T> {
         self.phase = HostPhase::Stop { until_ns: is_orderly.then(|| now_ns.saturating_add(DRAIN_NS)) };
     }
 
-    /// Gives the controller up: on its way down it does not turn back.
+    /// Gives the controller up: a way down in progress is not reversed.
     pub(crate) fn end(&mut self, error: NvmeHostError, now_ns: u64) {
         if self.is_ending {
             return;
@@ -164,7 +164,7 @@ impl<T: ControllerTransport> HostController<T> {
         None
     }
 
-    /// The controller is silent: what it had is ours again.
+    /// The controller is silent: its memory is ours again.
     fn silent(&mut self, is_gone: bool, now_ns: u64) {
         if is_gone {
             self.end(crate::DeviceGone.into(), now_ns);
@@ -192,7 +192,7 @@ impl<T: ControllerTransport> HostController<T> {
         }
     }
 
-    /// Nothing is in flight any more.
+    /// No request is in flight any more.
     fn down(&mut self, now_ns: u64) {
         self.counts = None;
         if !self.is_ending && self.wants_suspend {

@@ -1,7 +1,7 @@
-//! How a host reaches a controller: registers, memory, doorbells and interrupts.
+//! Access of a host to a controller: registers, memory, doorbells and interrupts.
 //!
-//! The seam between the host's state machines and what carries them: VFIO, vfio-user, a controller in this process, or
-//! a fake in a test. Owned by whoever owns the controller; the owners of I/O queues get the doorbells, addresses and
+//! The interface between the host's state machines and their transport: VFIO, vfio-user, a controller in this process,
+//! or a fake in a test. Owned by the controller's owner; the owners of I/O queues get the doorbells, addresses and
 //! eventfds they need and never come here.
 
 use std::os::fd::BorrowedFd;
@@ -51,12 +51,12 @@ pub trait ControllerTransport {
         self.write32(offset + 4, (value >> 32) as u32)
     }
 
-    /// The address space in which the controller reaches memory. What is mapped there, by
-    /// [`DmaDomain::map`](blkyard_mem::DmaDomain::map), has addresses.
+    /// The address space in which the controller reaches memory. Regions mapped there, by
+    /// [`DmaDomain::map`](blkyard_mem::DmaDomain::map), have addresses.
     fn dma_domain(&self) -> &Arc<DmaDomain>;
 
-    /// Where the controller finds a byte of a region; unset while the region is not mapped. A region is mapped in one
-    /// piece: addresses go on where offsets do. The offset in a page is the same on both sides.
+    /// Controller address of a byte of a region; unset while the region is not mapped. A region is mapped in one piece:
+    /// addresses are contiguous. The offset in a page is the same on both sides.
     fn dma_addr(&self, region: &Arc<Region>, offset: u64) -> Option<u64>;
 
     /// The doorbell registers (offset 1000h on) as memory that is shared with the controller. Without, the owner of a

@@ -16,14 +16,14 @@ const NOTICE_NAMESPACES: u64 = 0;
 /// Dwords of a log page that are read to clear an event.
 const LOG_DWORDS: u32 = 128;
 
-/// What was decided about a late command.
+/// Decision about a late command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LateAction {
-    /// It is over already, or will be once the controller is silent.
+    /// It has ended already, or will once the controller is silent.
     Nothing,
     /// It is given as much time again.
     MoreTime,
-    /// The controller was told to abort it, and it is given as much time again.
+    /// The controller was told to abort it, and it gets as much time again.
     Abort,
     /// The controller is reset.
     Reset,
@@ -31,7 +31,7 @@ pub enum LateAction {
     GiveUp,
 }
 
-/// What is going on beside I/O.
+/// State beside I/O.
 #[derive(Debug, Default)]
 pub(crate) struct HostWatch {
     /// Abort commands that may be sent, of those the controller takes at one time.
@@ -60,22 +60,22 @@ pub(crate) struct KeepAlive {
     timeout_ns: u64,
     interval_ns: u64,
     is_by_traffic: bool,
-    /// Completions were seen since the last look.
+    /// Completions were seen since the last check.
     saw_traffic: bool,
     sent_ns: Option<u64>,
     due_ns: u64,
 }
 
 impl KeepAlive {
-    /// With this timeout. A controller that counts any command as a sign of life is asked more often, and only while
-    /// nothing else is.
+    /// With this timeout. A controller that counts any command as a sign of life is polled more often, and only while
+    /// there is no other command.
     pub(crate) fn new(timeout_ns: u64, is_by_traffic: bool, now_ns: u64) -> KeepAlive {
         let interval_ns = timeout_ns / if is_by_traffic { 4 } else { 2 };
         let due_ns = now_ns.saturating_add(interval_ns);
         KeepAlive { timeout_ns, interval_ns, is_by_traffic, saw_traffic: false, sent_ns: None, due_ns }
     }
 
-    /// When it must be looked at.
+    /// Time of the next check.
     pub(crate) fn due_ns(&self) -> u64 {
         if self.sent_ns.is_some() { u64::MAX } else { self.due_ns }
     }
@@ -142,7 +142,7 @@ impl<T: ControllerTransport> HostController<T> {
         self.keep_alive.iter_mut().for_each(|keep_alive| keep_alive.saw_traffic = true);
     }
 
-    /// Does what a live controller is owed.
+    /// Periodic work for a live controller.
     pub(crate) fn watch_live(&mut self, now_ns: u64) {
         if self.state != ControllerState::Live {
             return;
@@ -182,7 +182,7 @@ impl<T: ControllerTransport> HostController<T> {
     /// The Asynchronous Event Request was completed.
     pub(crate) fn async_event(&mut self, status: NvmeStatus, result: u64, now_ns: u64) {
         if !status.is_success() {
-            // The controller has none; nothing is sent in its place.
+            // The controller has none, and no command replaces it.
             return;
         }
         let (kind, info, log) = (result & 7, result >> 8 & 0xff, (result >> 16) as u8);

@@ -15,7 +15,7 @@ const WRITTEN_BYTES: usize = 12;
 const UNMAP_ALL: u32 = 1 << 1;
 
 bitflags::bitflags! {
-    /// What the server may do with mapped memory.
+    /// Permissions of the server for mapped memory.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct DmaMapFlags: u32 {
         /// Read it.
@@ -28,7 +28,7 @@ bitflags::bitflags! {
 /// Memory of the client, to be mapped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DmaMapRequest {
-    /// What the server may do with it.
+    /// Permissions of the server.
     pub flags: DmaMapFlags,
     /// Offset in the file whose descriptor comes with the message.
     pub offset: u64,

@@ -1,7 +1,7 @@
-//! What can be wrong with frames and with messages.
+//! Faults of frames and messages.
 //!
 //! After a [`FrameError`] the boundaries of the stream are lost, and the connection with them. After a [`MessageError`]
-//! they are not: a server replies with an error, a client leaves the server.
+//! they are not: a server replies with an error, a client closes the connection.
 
 use super::Command;
 
@@ -13,7 +13,7 @@ pub enum FrameError {
     Size {
         /// Bytes, the header included.
         size: u32,
-        /// The most that the receiver takes.
+        /// The receiver's limit.
         max: u32,
     },
     /// Neither command nor reply, reserved bits, or bits that exclude each other.
@@ -22,7 +22,7 @@ pub enum FrameError {
     /// More descriptors than the receiver takes with one message.
     #[error("a message brought more than {max} descriptors")]
     Descriptors {
-        /// The most that the receiver takes.
+        /// The receiver's limit.
         max: usize,
     },
     /// The stream ended inside a message.
@@ -33,7 +33,7 @@ pub enum FrameError {
     },
 }
 
-/// Why a payload is not what its command needs.
+/// Fault of a payload for its command.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MessageError {
     /// No such command, or not one of this direction.
@@ -49,7 +49,7 @@ pub enum MessageError {
         /// Bytes of the structure and of the data that it announces; at least so many if there may be more.
         expected: u64,
     },
-    /// `argsz` is less than the structure takes, or differs from what is sent.
+    /// `argsz` is less than the structure, or differs from the sent length.
     #[error("{command}: argsz {argsz} is invalid")]
     Argsz {
         /// The command.
@@ -65,7 +65,7 @@ pub enum MessageError {
         /// Their value.
         flags: u32,
     },
-    /// A range ends beyond what 64 bits (32 for interrupts) can count, or is empty where it must not be.
+    /// A range ends beyond 64 bits (32 for interrupts), or is empty where it must not be.
     #[error("{command}: range of {len} at {start:#x} is invalid")]
     Range {
         /// The command.
@@ -82,7 +82,7 @@ pub enum MessageError {
         command: Command,
         /// Bytes that are asked for or announced.
         count: u64,
-        /// The most that the receiver takes.
+        /// The receiver's limit.
         max: u32,
     },
     /// A count that the command does not allow.
@@ -108,7 +108,7 @@ pub enum MessageError {
     NoDescriptor {
         /// The command.
         command: Command,
-        /// Its place among those of the message.
+        /// Its index among those of the message.
         index: u32,
     },
     /// The data of VERSION does not end with NUL, or is too long.
@@ -120,7 +120,7 @@ pub enum MessageError {
     /// The data of VERSION is not the JSON that it should be.
     #[error("VERSION: invalid data: {0}")]
     Json(String),
-    /// A capability of a region lies outside the payload or before another, or stands twice.
+    /// A capability of a region is outside the payload or before another, or occurs twice.
     #[error("DEVICE_GET_REGION_INFO: capability at offset {offset} is invalid")]
     Capability {
         /// Its offset.

@@ -1,16 +1,16 @@
-//! Frames: messages cut out of a byte stream, each with the descriptors that came with it.
+//! Frames: messages of a byte stream, each with its descriptors.
 //!
-//! A socket keeps the boundaries of descriptors only as far as the reader does: what is read beyond the end of a
-//! message may bring descriptors of the next one. So the reader of the socket asks for [`FrameReader::wanted`] bytes at
-//! most, and never reads over the end of a message.
+//! A socket keeps the boundaries of descriptors only as far as the reader does: bytes beyond the end of a message may
+//! bring descriptors of the next one. So the reader of the socket asks for [`FrameReader::wanted`] bytes at most, and
+//! never reads over the end of a message.
 
 use super::{FrameError, HEADER_BYTES, MessageHeader};
 
-/// Bytes that one read of the socket brings at most. Memory for a message grows with the bytes that came, not with the
-/// size that its header claims.
+/// Bytes of one read of the socket at most. Memory for a message grows with the received bytes, not with the size in
+/// its header.
 pub const READ_BYTES_MAX: usize = 64 << 10;
 
-/// What a receiver takes with one message.
+/// A receiver's limits for one message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FrameLimits {
     /// Bytes, header included.
@@ -33,7 +33,7 @@ impl FrameLimits {
 pub struct Frame<D> {
     /// Its header.
     pub header: MessageHeader,
-    /// What follows the header; as long as the header says.
+    /// Bytes after the header; as many as the header says.
     pub payload: Vec<u8>,
     /// Descriptors, in the order in which they came.
     pub descriptors: Vec<D>,
@@ -62,10 +62,10 @@ impl<D> FrameReader<D> {
         (whole - self.bytes.len()).min(READ_BYTES_MAX)
     }
 
-    /// Adds what one read has brought. Returns the message if it is whole now.
+    /// Adds the result of one read. Returns the message if it is whole now.
     ///
     /// # Errors
-    /// A [`FrameError`] ends the stream: what comes after it has no meaning.
+    /// A [`FrameError`] ends the stream: later bytes are meaningless.
     ///
     /// # Panics
     /// If more than [`FrameReader::wanted`] bytes were read.

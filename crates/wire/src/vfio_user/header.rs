@@ -71,7 +71,7 @@ impl fmt::Display for Command {
     }
 }
 
-/// What a message is.
+/// Kind of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MessageKind {
     /// A command.

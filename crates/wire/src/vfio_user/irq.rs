@@ -1,4 +1,4 @@
-//! Interrupts: the types that a device has, and what happens when one is triggered, masked or unmasked.
+//! Interrupts: the types of a device, and the actions on them: trigger, mask, unmask.
 
 use super::payload::{PayloadReader, check_descriptors, payload};
 use super::{Command, MessageError};
@@ -17,7 +17,7 @@ const ACTION_UNMASK: u32 = 1 << 4;
 const ACTION_TRIGGER: u32 = 1 << 5;
 
 bitflags::bitflags! {
-    /// What an interrupt type can do. Bits without a name are kept.
+    /// Features of an interrupt type. Bits without a name are kept.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct IrqFlags: u32 {
         /// It signals eventfds.
@@ -36,7 +36,7 @@ bitflags::bitflags! {
 pub struct IrqInfo {
     /// Its number.
     pub index: u32,
-    /// What it can do.
+    /// Its features.
     pub flags: IrqFlags,
     /// How many interrupts it has.
     pub count: u32,
@@ -53,7 +53,7 @@ pub struct IrqRange {
     pub count: u32,
 }
 
-/// What is done to interrupts, or what eventfds are signalled for.
+/// Action on interrupts, or cause of an eventfd's signal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IrqAction {
     /// Mask.
@@ -82,7 +82,7 @@ pub enum IrqData<'a> {
 pub struct IrqSetRequest<'a> {
     /// The interrupts.
     pub range: IrqRange,
-    /// What is done.
+    /// The action.
     pub action: IrqAction,
     /// To which, or by which eventfds.
     pub data: IrqData<'a>,

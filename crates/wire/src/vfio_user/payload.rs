@@ -58,7 +58,7 @@ impl<'a> PayloadReader<'a> {
         Ok(self.rest())
     }
 
-    /// Checks that nothing is left.
+    /// Checks that no bytes are left.
     pub(super) fn end(&mut self) -> Result<(), MessageError> {
         self.data(0).map(|_| ())
     }

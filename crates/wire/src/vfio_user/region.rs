@@ -1,4 +1,4 @@
-//! The device and its regions: what there is, where it may be mapped, and reads and writes by message.
+//! The device and its regions: their properties, mappings, and reads and writes by message.
 
 use super::payload::{PayloadReader, check_descriptors, check_range, payload};
 use super::{Command, MessageError};
@@ -26,7 +26,7 @@ const SPARSE_ID: u16 = 1;
 const SPARSE_VERSION: u16 = 1;
 
 bitflags::bitflags! {
-    /// What a device is. Bits without a name are of other buses, and kept.
+    /// Kind of a device. Bits without a name are of other buses, and kept.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct DeviceFlags: u32 {
         /// It takes DEVICE_RESET.
@@ -35,7 +35,7 @@ bitflags::bitflags! {
         const PCI = 2;
     }
 
-    /// What may be done with a region. Bits without a name are kept.
+    /// Permitted accesses to a region. Bits without a name are kept.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct RegionFlags: u32 {
         /// Read it.
@@ -49,10 +49,10 @@ bitflags::bitflags! {
     }
 }
 
-/// What a device consists of.
+/// Parts of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceRegions {
-    /// What it is.
+    /// Its kind.
     pub flags: DeviceFlags,
     /// Number of its regions.
     pub regions: u32,
@@ -65,13 +65,13 @@ pub struct DeviceRegions {
 pub struct RegionInfo {
     /// Its number.
     pub index: u32,
-    /// What may be done with it.
+    /// Permitted accesses.
     pub flags: RegionFlags,
     /// Bytes; zero if the device has no such region.
     pub size: u64,
     /// Offset of its first byte in the file whose descriptor comes with the message.
     pub offset: u64,
-    /// The parts that may be mapped, none of them empty; unset if all of it may be.
+    /// The mappable parts, none of them empty; unset if the whole region is mappable.
     pub sparse: Option<Vec<SparseArea>>,
 }
 
@@ -122,11 +122,11 @@ pub struct IoFd {
     pub size: u64,
     /// Place of the descriptor among those of the message.
     pub fd_index: u32,
-    /// What the descriptor is.
+    /// Kind of the descriptor.
     pub kind: IoFdKind,
     /// Flags of KVM's interface for it.
     pub flags: u32,
-    /// The value that an eventfd is signalled for, or what the server gets back with each access.
+    /// The value that triggers an eventfd, or that the server gets back with each access.
     pub value: u64,
 }
 
@@ -269,7 +269,7 @@ impl RegionIoFds {
         (IO_FDS_BYTES + self.parts.len() * IO_FD_BYTES) as u32
     }
 
-    /// Entries may be longer than they are today; what follows their known fields is skipped.
+    /// Entries may be longer in later versions; bytes after their known fields are skipped.
     pub(super) fn parse(payload: &[u8], descriptors: usize) -> Result<RegionIoFdsReply, MessageError> {
         let command = Command::DeviceGetRegionIoFds;
         let mut fields = PayloadReader::new(command, payload, IO_FDS_BYTES)?;

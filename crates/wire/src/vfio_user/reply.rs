@@ -16,18 +16,18 @@ pub enum VfioReply<'a> {
     DmaMap,
     /// Unmapped, and no longer used by the server.
     DmaUnmap(DmaUnmapRequest),
-    /// What the device consists of.
+    /// Parts of the device.
     DeviceGetInfo(DeviceRegions),
-    /// What a region is. With a descriptor if it can be mapped.
+    /// A region's properties. With a descriptor if it can be mapped.
     DeviceGetRegionInfo(RegionInfo),
-    /// What a region is, without its capabilities: the reply would have been longer than was asked for.
+    /// A region's properties, without its capabilities: the reply would have exceeded the requested length.
     RegionInfoCut {
         /// Bytes of the whole reply, to be asked for.
         argsz: u32,
         /// The region. The parts that may be mapped are not known yet.
         fixed: RegionInfo,
     },
-    /// Which descriptors stand for writes to a region. They come with it.
+    /// Descriptors that replace writes to a region. They come with it.
     DeviceGetRegionIoFds(RegionIoFds),
     /// The reply about descriptors would have been longer than was asked for.
     RegionIoFdsCut {
@@ -36,7 +36,7 @@ pub enum VfioReply<'a> {
         /// Number of the region.
         index: u32,
     },
-    /// What an interrupt type is.
+    /// Properties of an interrupt type.
     DeviceGetIrqInfo(IrqInfo),
     /// Done with the interrupts.
     DeviceSetIrqs,

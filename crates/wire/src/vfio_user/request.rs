@@ -16,23 +16,23 @@ pub enum VfioRequest<'a> {
     DmaMap(DmaMapRequest),
     /// Unmaps memory of the client.
     DmaUnmap(DmaUnmapRequest),
-    /// What the device consists of.
+    /// Requests the parts of the device.
     DeviceGetInfo,
-    /// What a region is.
+    /// Requests a region's properties.
     DeviceGetRegionInfo {
         /// Bytes that the reply may have; at least those of the fixed part.
         argsz: u32,
         /// Number of the region.
         index: u32,
     },
-    /// Which descriptors stand for writes to a region.
+    /// Requests the descriptors that replace writes to a region.
     DeviceGetRegionIoFds {
         /// Bytes that the reply may have; at least those of the fixed part.
         argsz: u32,
         /// Number of the region.
         index: u32,
     },
-    /// What an interrupt type is.
+    /// Requests an interrupt type's properties.
     DeviceGetIrqInfo {
         /// Number of the type.
         index: u32,
@@ -66,7 +66,7 @@ impl<'a> VfioRequest<'a> {
         data_max: u32,
     ) -> Result<VfioRequest<'a>, MessageError> {
         let command = Command::from_number(command).ok_or(MessageError::UnknownCommand(command))?;
-        // All of these have argsz, and at the same place the number of what is asked about.
+        // All of these have argsz, and the requested number at the same offset.
         let asked = |fixed: usize| {
             check_descriptors(command, descriptors, 0)?;
             let mut fields = PayloadReader::new(command, payload, fixed)?;

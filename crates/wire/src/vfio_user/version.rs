@@ -1,4 +1,4 @@
-//! VERSION: the first message of each side, with what it can do as JSON.
+//! VERSION: the first message of each side, with its capabilities as JSON.
 
 use std::num::NonZeroU64;
 
@@ -17,11 +17,11 @@ pub struct VfioVersion {
     pub major: u16,
     /// Minor number; the server's is not above the client's.
     pub minor: u16,
-    /// What the sender can do.
+    /// Capabilities of the sender.
     pub capabilities: VfioCapabilities,
 }
 
-/// What a peer can do. A field that it does not send has the specification's default.
+/// Capabilities of a peer. A field that it does not send has the specification's default.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct VfioCapabilities {
@@ -33,7 +33,7 @@ pub struct VfioCapabilities {
     pub max_dma_maps: u64,
     /// Page sizes of DMA mappings, one bit each.
     pub pgsizes: NonZeroU64,
-    /// Commands of the server on a socket of their own.
+    /// Commands of the server on a separate socket.
     #[serde(skip_serializing_if = "TwinSocket::is_default")]
     pub twin_socket: TwinSocket,
     /// REGION_WRITE_MULTI is known.

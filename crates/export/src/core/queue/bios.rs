@@ -1,7 +1,7 @@
-//! The bios of one client queue: those at hand, and for those in the hardware queue what their end needs.
+//! The bios of one client queue: free ones, and the pending data of those in the hardware queue.
 //!
-//! A request is fetched only while a bio is free to carry it, so what is free bounds what is in flight. The control
-//! path's flush has a bio of its own.
+//! A request is fetched only while a bio is free, so the number of bios bounds the requests in flight. The control
+//! path's flush has a separate bio.
 
 use std::sync::mpsc::Sender;
 
@@ -10,7 +10,7 @@ use blkyard_mq::{Bio, HwQueue, Op};
 /// The request number in the cookie of the control path's flush, which is no request of the client.
 const FLUSH: u32 = u32::MAX;
 
-/// What a bio of a client queue carries: whose it is, and the number of its request there.
+/// Cookie of a client queue's bio: its member, and the number of its request there.
 fn cookie(member: usize, request: u32) -> u64 {
     (member as u64) << 32 | u64::from(request)
 }
@@ -38,7 +38,7 @@ pub(super) fn set_member(bio: &mut Bio, member: usize) {
     bio.submitter = member as u16;
 }
 
-/// The bios of a client queue. `T` is what the protocol needs at the end of each.
+/// The bios of a client queue. `T` is the protocol's data for the end of each.
 pub(super) struct BioPool<T> {
     free: Vec<Box<Bio>>,
     /// By request number; set for those that are in the hardware queue.
@@ -84,7 +84,7 @@ impl<T> BioPool<T> {
         pending
     }
 
-    /// Bios at hand. None is in the hardware queue.
+    /// Free bios. None is in the hardware queue.
     pub(super) fn free_mut(&mut self) -> &mut [Box<Bio>] {
         &mut self.free
     }
@@ -109,7 +109,7 @@ impl<T> BioPool<T> {
 
 /// Flushes that the control path asks for, one at a time.
 pub(super) struct Flushing {
-    /// Not on its way: ready for the next.
+    /// `None` while it is in flight.
     bio: Option<Box<Bio>>,
     asked: Vec<Sender<bool>>,
 }
@@ -123,12 +123,12 @@ impl Flushing {
         Flushing { bio: Some(bio), asked: Vec::new() }
     }
 
-    /// Makes durable what has completed, then says whether that worked.
+    /// Makes all completed writes durable, then reports success.
     pub(super) fn ask(&mut self, answer: Sender<bool>) {
         self.asked.push(answer);
     }
 
-    /// Sends a flush on its way if one is asked for and there is room.
+    /// Submits a flush if one is requested and there is room.
     #[inline]
     pub(super) fn submit<D>(&mut self, hw: &mut HwQueue<D>) {
         if !self.asked.is_empty()
@@ -145,7 +145,7 @@ impl Flushing {
         self.bio = Some(bio);
     }
 
-    /// Answers all who ask.
+    /// Answers all requests.
     #[inline]
     pub(super) fn answer(&mut self, is_durable: bool) {
         for answer in self.asked.drain(..) {
@@ -153,13 +153,13 @@ impl Flushing {
         }
     }
 
-    /// No flush is on its way.
+    /// Whether no flush is in flight.
     #[inline]
     pub(super) fn is_at_hand(&self) -> bool {
         self.bio.is_some()
     }
 
-    /// The bio, unless it is on its way.
+    /// The bio, unless it is in flight.
     pub(super) fn bio_mut(&mut self) -> Option<&mut Box<Bio>> {
         self.bio.as_mut()
     }

@@ -1,12 +1,12 @@
-//! One client queue of an export: its bios, its commands and its session, apart from the hardware queue it feeds.
+//! One client queue of an export: its bios, its commands and its session, apart from its hardware queue.
 //!
-//! A hardware queue may serve several client queues. Each has its own bios, ring, call descriptor and mailbox, and
-//! suspends by itself: it is drained when its own bios are back, whatever the others have in flight. A bio's cookie
-//! says whose it is.
+//! A hardware queue may serve several client queues. Each has separate bios, ring, call descriptor and mailbox, and
+//! suspends by itself: it is drained when its own bios are back, independent of the others. A bio's cookie names its
+//! client queue.
 //!
 //! Owned by a [`QueuePoller`](super::QueuePoller), which lends it the hardware queue for each step of a round. Memory
-//! belongs to the hardware queue: the first client queue that starts brings it, the others must bring the same, and the
-//! last one that stops takes it away. What a ring consists of is known to the protocol alone ([`QueueSession`]).
+//! belongs to the hardware queue: the first client queue that starts sets it, the others must have the same, and the
+//! last one that stops clears it. Only the protocol knows the content of a ring ([`QueueSession`]).
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ use super::protocol::{BioFeed, QueueSession, QueueSignals};
 use super::remote::{ClientCommand, QueuePort};
 use super::view::QueueView;
 
-/// A client queue of a [`QueuePoller`](super::QueuePoller), with a session or at rest.
+/// A client queue of a [`QueuePoller`](super::QueuePoller), with a session or idle.
 pub(crate) struct ClientQueue<S: QueueSession> {
     /// Its number among the members of its hardware queue; stays while it is one of them.
     number: usize,
@@ -31,7 +31,7 @@ pub(crate) struct ClientQueue<S: QueueSession> {
     refusals: Arc<S::Refusals>,
     pub(super) session: Option<S>,
     bios: BioPool<S::Pending>,
-    /// What is counted of its I/O.
+    /// Counters of its I/O.
     stats: Arc<HwStats>,
     /// Requests it may have in flight, and the most that can be.
     depth: usize,
@@ -39,11 +39,11 @@ pub(crate) struct ClientQueue<S: QueueSession> {
     /// Whether that bound was asked for.
     is_depth_set: bool,
     suspending: Vec<Sender<Option<S::Base>>>,
-    /// Asked to leave its hardware queue, by whoever waits for it.
+    /// Reply channel of a request to leave its hardware queue.
     parting: Option<OneshotSender<Box<ClientQueue<S>>>>,
     flushing: Flushing,
     retiring: bool,
-    /// To move to another lane once what was fetched is finished.
+    /// To move to another lane once it is drained.
     leaving: bool,
     signal: SignalSlot,
 }
@@ -77,7 +77,7 @@ impl<S: QueueSession> ClientQueue<S> {
         self.number
     }
 
-    /// It has this number from now on. No bio of its own is in a hardware queue.
+    /// Sets its number. None of its bios is in a hardware queue.
     pub(super) fn set_number(&mut self, number: usize) {
         self.number = number;
         for bio in self.bios.free_mut().iter_mut().chain(self.flushing.bio_mut()) {
@@ -93,7 +93,7 @@ impl<S: QueueSession> ClientQueue<S> {
         self.depth
     }
 
-    /// Bounds the requests it may have in flight; says what the bound has become.
+    /// Limits its requests in flight; returns the new limit.
     pub(super) fn set_depth(&mut self, depth: usize) -> usize {
         (self.depth, self.is_depth_set) = (depth.clamp(1, self.depth_max), true);
         self.depth
@@ -105,7 +105,7 @@ impl<S: QueueSession> ClientQueue<S> {
         self.bios.set_out_max(if shares_depth && self.is_depth_set { self.depth } else { usize::MAX });
     }
 
-    /// Its bios say who submits them.
+    /// Sets the stream of its bios.
     pub(super) fn set_stream(&mut self, stream: u32) {
         self.bios.free_mut().iter_mut().for_each(|bio| bio.stream = stream);
     }
@@ -114,7 +114,7 @@ impl<S: QueueSession> ClientQueue<S> {
         self.leaving = leaving;
     }
 
-    /// No bio of its own is in the hardware queue.
+    /// Whether none of its bios is in the hardware queue.
     pub(super) fn is_drained(&self) -> bool {
         self.bios.out() == 0 && self.flushing.is_at_hand()
     }
@@ -130,7 +130,7 @@ impl<S: QueueSession> ClientQueue<S> {
         self.is_stopping() && self.session.is_some()
     }
 
-    /// It is asked to leave its hardware queue, and nothing of it is in flight.
+    /// Whether it is to leave its hardware queue, and is drained.
     pub(super) fn is_parting(&self) -> bool {
         self.parting.is_some() && self.owes_nothing() && self.is_drained()
     }
@@ -140,7 +140,7 @@ impl<S: QueueSession> ClientQueue<S> {
         self.session.as_ref().is_none_or(|session| session.left() == 0 || session.is_broken())
     }
 
-    /// Leaves its hardware queue, and says who waits for it. `shares` says whether other members of it run.
+    /// Leaves its hardware queue, and returns the reply channel. `shares` says whether other members of it run.
     pub(super) fn part<Cx: ?Sized + SignalEventfd, D: Driver<Cx>>(
         &mut self,
         hw: &mut HwQueue<D>,
@@ -190,7 +190,7 @@ impl<S: QueueSession> ClientQueue<S> {
         self.retiring && self.session.is_none()
     }
 
-    /// Does what the control path asks, but for what concerns its hardware queue. `shares` says whether other members
+    /// Executes commands of the control path, except those for its hardware queue. `shares` says whether other members
     /// of that run.
     #[cold]
     pub(super) fn obey<Cx: ?Sized + SignalEventfd, D: Driver<Cx>>(
@@ -215,7 +215,7 @@ impl<S: QueueSession> ClientQueue<S> {
             }
             ClientCommand::Change(info, answer) => {
                 let at_rest = self.session.is_none() && hw.is_idle();
-                // A queue that is new beside others that run is told what its hardware queue knows.
+                // A new queue beside running ones gets the state that its hardware queue has already.
                 let is_known = self.session.is_none() && is_same_disk(hw.info(), &info);
                 if at_rest {
                     hw.set_info(0, info);
@@ -262,7 +262,7 @@ impl<S: QueueSession> ClientQueue<S> {
         Ok(())
     }
 
-    /// Once nothing fetched is left: lets go of the client and says where the queue stands.
+    /// Once it is drained: releases the ring and reports its position.
     #[cold]
     fn rest<Cx: ?Sized + SignalEventfd, D: Driver<Cx>>(
         &mut self,
@@ -283,8 +283,8 @@ impl<S: QueueSession> ClientQueue<S> {
         }
     }
 
-    /// What there is to see. What the hardware queue holds is shown with the first of its members; with the others only
-    /// how it is set, and their own bios.
+    /// State for inspection. That of the hardware queue is shown with its first member; the others show their settings
+    /// and their own bios.
     pub(super) fn view<D>(&self, hw: &HwQueue<D>, is_first: bool, now_ns: u64) -> QueueView {
         let mut hw = hw.snapshot(now_ns);
         if !is_first {
@@ -296,18 +296,18 @@ impl<S: QueueSession> ClientQueue<S> {
         QueueView { ring, hw, is_suspending: self.is_draining() }
     }
 
-    /// Answers what needs nothing done while no session runs.
+    /// Answers commands that need no work while no session runs.
     #[inline]
     pub(super) fn answer_at_rest(&mut self) {
-        // At rest already: memory was let go of when the session ended.
+        // Drained already: memory was released at the end of the session.
         for answer in self.suspending.drain(..) {
             let _ = answer.send(None);
         }
-        // Without memory nothing was written since.
+        // Without memory there were no writes since.
         self.flushing.answer(true);
     }
 
-    /// A round begins that gives back what is over.
+    /// Begins a round, which completes bios.
     #[inline(always)]
     pub(super) fn resume(&mut self) {
         if let Some(session) = &mut self.session {
@@ -315,7 +315,7 @@ impl<S: QueueSession> ClientQueue<S> {
         }
     }
 
-    /// One of its bios is over.
+    /// One of its bios has completed.
     #[inline(always)]
     pub(super) fn end(&mut self, bio: Box<Bio>) {
         match &mut self.session {
@@ -344,14 +344,13 @@ impl<S: QueueSession> ClientQueue<S> {
         let Some(session) = &mut self.session else { return busy };
         self.flushing.submit(hw);
         if !session.is_broken() {
-            // A queue that comes to rest owes what was in flight before it began, and nothing else that it has not
-            // fetched.
+            // A queue that drains fetches requests left in flight by an earlier owner, and no others.
             let most = match (stopping, waits) {
                 (true, _) => session.left().min(session.round_max()),
                 (false, true) => 0,
                 (false, false) => session.round_max(),
             };
-            // The control path's flush takes a place, too: there may be more bios at hand than there is room for.
+            // The control path's flush takes a slot, too: more bios may be free than there is room for.
             let most = most.min(hw.room()).min(self.bios.room());
             let (identity, refusals) = (&self.identity, &*self.refusals);
             let mut feed = BioFeed { hw, bios: &mut self.bios, identity, refusals };
@@ -364,7 +363,7 @@ impl<S: QueueSession> ClientQueue<S> {
         busy
     }
 
-    /// Ends its part of a round. True if it came to rest, or told the client something.
+    /// Ends its part of a round. True if it has drained, or notified the client.
     #[inline(always)]
     pub(super) fn end_round<Cx: ?Sized + SignalEventfd, D: Driver<Cx>>(
         &mut self,
@@ -393,7 +392,7 @@ impl<S: QueueSession> ClientQueue<S> {
     /// Asks the client to kick from now on. True if there is something to do already. `waits` says that it waits for
     /// another member to be drained.
     pub(super) fn arm(&mut self, room: usize, waits: bool) -> bool {
-        // A queue that is being stopped fetches nothing, whatever the client offers: it waits for completions only.
+        // A queue that is being stopped fetches nothing, and waits only for completions.
         let fetches = !self.is_stopping() && !waits;
         match &mut self.session {
             Some(session) if fetches && !session.is_broken() => {
@@ -415,7 +414,7 @@ impl<S: QueueSession> ClientQueue<S> {
         self.session.as_ref().filter(|session| !session.is_broken() && !self.is_stopping())?.kick()
     }
 
-    /// It runs without a kick descriptor: the lane is to look by itself.
+    /// Whether it runs without a kick descriptor: the lane polls it.
     pub(super) fn is_polled(&self) -> bool {
         let polls = |session: &S| session.kick().is_none() && !session.is_broken();
         !self.is_stopping() && self.session.as_ref().is_some_and(polls)

@@ -1,8 +1,8 @@
 //! The kicks of several client queues as one descriptor, on which their lane sleeps.
 //!
-//! An epoll instance, edge-triggered: it is readable from a kick on until the lane has heard it, and the kick
-//! descriptors themselves are never read. So a kick of one client queue that is stopped meanwhile is still there for
-//! whoever listens to its descriptor next. It holds no descriptor: each is removed before its owner drops it.
+//! An epoll instance, edge-triggered: it is readable from a kick until the lane has read it, and the kick descriptors
+//! themselves are never read. So a kick of one client queue that is stopped meanwhile stays for the descriptor's next
+//! user. It holds no descriptor: each is removed before its owner drops it.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -22,10 +22,10 @@ impl KickSet {
         Ok(KickSet(epoll::create(CreateFlags::CLOEXEC)?))
     }
 
-    /// Whoever listens to the set hears this kick, also if it came before.
+    /// Adds a kick, which is reported even if it came before.
     ///
     /// # Errors
-    /// It is one of the set already, or the system's limit on watches is reached.
+    /// It is in the set already, or the system's limit on watches is reached.
     pub(crate) fn add(&self, kick: BorrowedFd<'_>) -> io::Result<()> {
         Ok(epoll::add(&self.0, kick, EventData::new_u64(0), EventFlags::IN | EventFlags::ET)?)
     }

@@ -1,7 +1,7 @@
-//! Which client queues a hardware queue serves, and how that changes while they run.
+//! The client queues of a hardware queue, and their changes at run time.
 //!
-//! A client queue leaves by itself: it fetches nothing more, and goes once its own bios are back, whatever the others
-//! have in flight. It takes its session, bios, counters and unread commands along, and continues where it stood when
+//! A client queue leaves by itself: it fetches nothing more, and leaves once its own bios are back, independent of the
+//! others. It takes its session, bios, counters and unread commands along, and continues from the same position when
 //! another hardware queue of its export has adopted it. The control path carries it
 //! ([`QueueMover`](super::QueueMover)).
 
@@ -25,11 +25,11 @@ pub struct DetachedQueue<S: QueueSession> {
 }
 
 impl<S: QueueSession> DetachedQueue<S> {
-    /// A client queue that no hardware queue serves yet, stopped. Its bios say for schedulers who submits them: no two
-    /// client queues of a device have the same stream.
+    /// A client queue without a hardware queue, stopped. `stream` identifies its bios for schedulers: no two client
+    /// queues of a device have the same.
     ///
     /// # Errors
-    /// The system has no descriptor to hear several kicks by.
+    /// The system has no descriptor for several kicks.
     pub fn new(
         identity: S::Identity,
         port: QueuePort<S>,
@@ -56,7 +56,7 @@ impl<D, S: QueueSession> QueuePoller<D, S> {
         QueuePoller::of(hw, vec![queue], None)
     }
 
-    /// Hands over the members that are asked for and drained. Busy if one has left, or there was mail.
+    /// Hands over the members that are requested and drained. Busy if one has left, or there were commands.
     #[cold]
     pub(super) fn end_slow_round<Cx: ?Sized + SignalEventfd>(&mut self, had_mail: bool, cx: &mut Cx) -> PollerState
     where
@@ -71,14 +71,14 @@ impl<D, S: QueueSession> QueuePoller<D, S> {
             if let Some(answer) = answer
                 && let Err(member) = answer.send(Box::new(member))
             {
-                // Whoever asked is gone. It is better served here than nowhere.
+                // The requesting thread has ended. The member stays in service here.
                 self.join(*member, cx);
             }
         }
         if had_mail || self.members.len() < before { PollerState::Busy } else { PollerState::Idle }
     }
 
-    /// Serves one more client queue, which continues where it stood.
+    /// Adopts a client queue, which continues from the same position.
     pub(super) fn adopt<Cx: ?Sized + SignalEventfd>(&mut self, detached: DetachedQueue<S>, cx: &mut Cx)
     where
         D: Driver<Cx>,
@@ -98,7 +98,7 @@ impl<D, S: QueueSession> QueuePoller<D, S> {
         let is_free = |number: &usize| self.members.iter().all(|member| member.number() != *number);
         queue.set_number((0..=self.members.len()).find(is_free).unwrap_or_default());
         if let Some(waker) = &self.waker {
-            // Before the next round, which looks for mail.
+            // Before the next round, which reads commands.
             queue.port.shared.waker.register(waker);
         }
         self.members.push(queue);
@@ -108,7 +108,7 @@ impl<D, S: QueueSession> QueuePoller<D, S> {
         self.members_changed();
     }
 
-    /// Has the hardware queue count, and bound what is in flight, for the members there are.
+    /// Adapts the hardware queue's counters and limits to its members.
     pub(super) fn members_changed(&mut self) {
         let Some(first) = self.members.first() else { return };
         let numbers = self.members.iter().map(ClientQueue::number).max().unwrap_or_default() + 1;
@@ -120,7 +120,7 @@ impl<D, S: QueueSession> QueuePoller<D, S> {
             self.positions[member.number()] = position as u8;
         }
         if self.members.len() == 1 {
-            // Nothing to tell apart.
+            // A single member needs no separate counters.
             stats.clear();
         }
         self.hw.set_stats(Arc::clone(first.stats()), stats);
@@ -128,12 +128,12 @@ impl<D, S: QueueSession> QueuePoller<D, S> {
         self.set_depth(self.hw.scheduler().orders());
     }
 
-    /// Bounds what is in flight by the depths of the members. `orders` says whether a scheduler orders them.
+    /// Limits the requests in flight by the depths of the members. `orders` says whether a scheduler orders them.
     pub(super) fn set_depth(&mut self, orders: bool) {
         let shares_depth = self.members.len() > 1 && !orders;
         self.members.iter_mut().for_each(|member| member.bound_bios(shares_depth));
         let depths = self.members.iter().map(ClientQueue::depth);
-        // What orders for the device orders as little as if there were one member.
+        // A scheduler that orders gets the depth of a single member.
         let depth = if orders { depths.max().unwrap_or(1) } else { depths.sum() };
         self.hw.set_depth(depth);
     }

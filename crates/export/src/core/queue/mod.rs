@@ -1,17 +1,17 @@
-//! A hardware queue and the client queues that feed it, as a poller of a lane, whatever the protocol.
+//! A hardware queue and the client queues that feed it, as a poller of a lane, for any protocol.
 //!
-//! A round returns what the device finished, fetches what the clients offered (half of it, if the device has nothing
-//! and the protocol paces itself), and passes it on: for each client queue one publication and at most one call. The
-//! time is that of the lane's turn. A request is fetched only while a bio is free to carry it. A client's mistakes end
-//! in an error status, or stop its queue with a counted reason; they reach nobody else.
+//! A round returns completions, fetches the clients' requests (half of them, if the device has none and the protocol
+//! paces itself), and submits them: for each client queue one publication and at most one call. The time is that of the
+//! lane's turn. A request is fetched only while a bio is free. A client's mistakes end in an error status, or stop its
+//! queue with a counted reason; others are not affected.
 //!
-//! A client queue is a virtqueue, say: what its ring consists of is known to the protocol that implements
-//! [`QueueSession`]. Several client queues of an export may share a hardware queue ([`members`]). They feed it in turn
-//! by plain calls, and each has its own state ([`client`]) and counters. One can leave for the hardware queue of
-//! another lane while the others go on.
+//! A client queue is, for instance, a virtqueue: the protocol that implements [`QueueSession`] knows its ring. Several
+//! client queues of an export may share a hardware queue ([`members`]). They feed it in turn by plain calls, and each
+//! has separate state ([`client`]) and counters. One can leave for the hardware queue of another lane while the others
+//! continue.
 //!
-//! Owned by its lane. What the control path wants comes as commands (see [`remote`]). A queue that moves to another
-//! lane comes to rest first and takes its sessions along: a connected front-end notices a pause only.
+//! Owned by its lane. The control path sends commands (see [`remote`]). A queue that moves to another lane drains first
+//! and takes its sessions along: a connected front-end only sees a pause.
 
 mod bios;
 mod client;
@@ -40,7 +40,7 @@ pub use self::remote::{
 };
 pub use self::view::{QueueView, RingView};
 
-/// How often a queue without a kick descriptor looks for work by itself.
+/// Polling interval of a queue without a kick descriptor.
 const POLL_NS: u64 = 200_000;
 
 /// A hardware queue and the client queues that feed it, its members.
@@ -59,7 +59,7 @@ pub struct QueuePoller<D, S: QueueSession> {
     now_ns: u64,
 }
 
-/// What each client queue of a hardware queue may use of it.
+/// Bounds of each client queue of a hardware queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QueueShare {
     /// Bios it has.
@@ -71,7 +71,7 @@ pub struct QueueShare {
 }
 
 impl<D, S: QueueSession> QueuePoller<D, S> {
-    /// A client queue with a hardware queue of its own, on its lane, stopped.
+    /// A client queue with a private hardware queue, on its lane, stopped.
     pub fn new(hw: HwQueue<D>, identity: S::Identity, port: QueuePort<S>) -> QueuePoller<D, S> {
         let share = QueueShare { bios: hw.room(), depth: hw.depth() };
         QueuePoller::of(hw, vec![ClientQueue::new(0, identity, port, share)], None)
@@ -83,8 +83,8 @@ impl<D, S: QueueSession> QueuePoller<D, S> {
         queue
     }
 
-    /// Does what the control path asks of a member. What concerns the hardware queue is asked of all client queues of
-    /// an export alike, and done once.
+    /// Executes commands of the control path to a member. Commands to the hardware queue come to all client queues of
+    /// an export, and are executed once.
     #[cold]
     fn read_mail<Cx: ?Sized + SignalEventfd>(&mut self, index: usize, cx: &mut Cx)
     where
@@ -135,8 +135,8 @@ fn others_run<S: QueueSession>(members: &[ClientQueue<S>], index: usize) -> bool
     members.iter().enumerate().any(|(other, member)| other != index && member.session.is_some())
 }
 
-/// One round of a hardware queue, fed by these members, the one at `first` first. Inlined twice: for a lone
-/// member, whose slice the compiler knows to be of one, it is a round without loops.
+/// One round of a hardware queue, fed by these members, the one at `first` first. Inlined twice: for a lone member,
+/// whose slice is known to have one element, it is a round without loops.
 #[inline(always)]
 fn round<Cx: ?Sized + SignalEventfd, D: Driver<Cx>, S: QueueSession>(
     hw: &mut HwQueue<D>,
@@ -194,8 +194,7 @@ fn round<Cx: ?Sized + SignalEventfd, D: Driver<Cx>, S: QueueSession>(
     }
 }
 
-/// A round of several members. Who comes first is another one each time: what a round may take is used up by those
-/// before.
+/// A round of several members. The first one changes each time, since earlier ones may use up the round's bounds.
 #[inline(never)]
 fn shared_round<Cx: ?Sized + SignalEventfd, D: Driver<Cx>, S: QueueSession>(
     queue: &mut QueuePoller<D, S>,
@@ -217,7 +216,7 @@ impl<Cx: ?Sized + SignalEventfd, D: Driver<Cx>, S: QueueSession> Poller<Cx> for 
         self.waker = Some(Arc::clone(waker));
         for member in &mut self.members {
             member.set_leaving(false);
-            // Before the first run, which looks for mail.
+            // Before the first run, which reads commands.
             member.port.shared.waker.register(waker);
         }
     }

@@ -1,41 +1,40 @@
-//! How much of what is offered a round takes of a queue whose device has nothing to do.
+//! Number of available requests that a round takes of a queue whose device has none.
 //!
-//! Half of it, and the rest in the next round: a device that answers on the spot has then given the one half back while
-//! it is at the other, so that client and device work at the same time. Where they take turns on one CPU nobody works
-//! meanwhile, and more rounds only cost more. So now and then the queue looks whether the client offers anything
-//! between the beginning of the first half and the end of the second: one that takes turns with us cannot.
+//! Half of them, and the rest in the next round: a device that completes at once has then completed one half while it
+//! executes the other, so client and device work at the same time. Where they alternate on one CPU they cannot overlap,
+//! and more rounds only cost more. So now and then the queue checks whether the client offers requests between the
+//! beginning of the first half and the end of the second: a client that alternates with us cannot.
 //!
-//! One on another CPU falls into step with us, and offers at the same moment each time. That may well be while we give
-//! something back, or while the lane is at another queue: so these count, too.
+//! A client on another CPU falls into step with us, and offers at the same moment each time. That may be during our
+//! completions, or while the lane is at another queue: so these times are included.
 //!
-//! Owned by its queue. What it is told of the client's doing is a guess, and a client that feigns slows down itself.
+//! Owned by its queue. Its knowledge of the client is a guess, and a client that lies slows down itself.
 
-/// Half of what is offered, but no less than this: less is not worth a round.
+/// Lower bound of a half: fewer requests are not worth a round.
 const HALF_MIN: usize = 3;
 
-/// Looks in a row in which the client offered nothing, after which it seems to take turns with us. One on another CPU
-/// offers something sooner.
+/// Consecutive checks without an offer, after which the client counts as alternating. One on another CPU offers sooner.
 const LOOKS_MAX: u16 = 32;
 
-/// Rounds for which an answer holds: so many that looking, and halves in vain, cost hardly a hundredth of what they
-/// cost in each.
+/// Rounds for which a result is valid: so many that checks, and halves in vain, cost hardly a hundredth of their cost
+/// in each round.
 const ROUNDS_KEPT: u16 = 1024;
 
 /// The pace of one queue.
 #[derive(Debug)]
 pub struct FetchPace {
     knows: Knows,
-    /// How far the client had offered when the look began, if there is one under way.
+    /// The client's position at the beginning of the current check, if any.
     front: Option<u16>,
-    /// It says something if the client offers nothing, too.
+    /// Whether a check without an offer counts.
     counts: bool,
 }
 
 #[derive(Debug)]
 enum Knows {
-    /// Not yet whether the client works meanwhile; it did not in so many looks.
+    /// Undecided; the client has not offered in this many checks.
     Nothing { in_vain: u16 },
-    /// That it does or does not, which holds for so many rounds.
+    /// Decided, for this many rounds.
     Whether { works: bool, rounds: u16 },
 }
 
@@ -49,7 +48,7 @@ impl FetchPace {
     /// A round begins that gives something back first; `front` tells how far the client has offered.
     #[inline]
     pub fn resume(&mut self, front: impl FnOnce() -> u16) {
-        // Not before a look was in vain: one I/O at a time is never looked for.
+        // Not before a check was in vain: depth 1 is never checked.
         if self.front.is_none() && matches!(self.knows, Knows::Nothing { in_vain: 1.. }) {
             self.front = Some(front());
         }
@@ -84,7 +83,7 @@ impl FetchPace {
         matches!(self.knows, Knows::Whether { works: false, .. })
     }
 
-    /// The round is over, and `goes_on` with what it has left in sight.
+    /// The round has ended, and `goes_on` with the rest in sight.
     #[inline]
     pub fn end(&mut self, goes_on: bool, front: impl FnOnce() -> u16) {
         if !goes_on && let Some(before) = self.front.take() {
@@ -108,8 +107,8 @@ impl FetchPace {
 mod tests {
     use super::*;
 
-    /// Rounds with so many in sight, each of which the client offers something in or not: what each took of them, and
-    /// how often was looked.
+    /// Rounds with so many requests in sight, in each of which the client offers some or not: the number that each
+    /// took, and the number of checks.
     fn rounds(pace: &mut FetchPace, count: u16, in_sight: usize, moves: bool) -> (Vec<usize>, usize) {
         let mut looks = 0;
         let took = (0..count).map(|_| {

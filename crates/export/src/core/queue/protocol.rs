@@ -1,8 +1,8 @@
-//! What a protocol is to the queues of an export: the client's ring while a session runs it.
+//! Interface of a protocol to the queues of an export: the client's ring while a session runs it.
 //!
-//! The core owns the hardware queue and its members, bios, bounds, commands and what they wait for. A protocol fetches
-//! commands of its ring into bios, completes them there, and says by what it is kicked and calls. It knows nothing of
-//! other members, of draining, or of lanes.
+//! The core owns the hardware queue and its members, bios, bounds, commands and waits. A protocol fetches requests of
+//! its ring into bios, completes them there, and names its kick and call. Other members, draining and lanes are unknown
+//! to it.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -15,22 +15,21 @@ use blkyard_sys::EventFd;
 use super::bios::BioPool;
 use super::view::RingView;
 
-/// The session of one client queue: its ring, from the moment a client starts it until it is suspended. Owned by the
-/// lane; every method is a plain call of the poller, and no method waits.
+/// The session of one client queue: its ring, from its start by a client until it is suspended. Owned by the lane;
+/// every method is a plain call of the poller, and no method waits.
 ///
-/// Calls in one round, in this order: [`resume`](QueueSession::resume) and [`end`](QueueSession::end) for what the
-/// device has finished; [`fetch`](QueueSession::fetch); [`publish`](QueueSession::publish);
-/// [`end_round`](QueueSession::end_round).
+/// Calls in one round, in this order: [`resume`](QueueSession::resume) and [`end`](QueueSession::end) for completions;
+/// [`fetch`](QueueSession::fetch); [`publish`](QueueSession::publish); [`end_round`](QueueSession::end_round).
 pub trait QueueSession: Sized + Send + 'static {
     /// All that a session needs to run.
     type Setup: Send;
-    /// What the queue says of its device to every client, such as a serial number.
+    /// Identity of the device for every client, such as a serial number.
     type Identity: Send;
-    /// What the protocol needs at the end of a request, beside the bio that carries it.
+    /// Data for the end of a request, beside the bio that carries it.
     type Pending: Send;
-    /// Where a ring stands, for the session that goes on with it.
+    /// Position of a ring, for the session that continues it.
     type Base: Copy + Send;
-    /// Counters of what clients got wrong, over all sessions of a queue.
+    /// Counters of clients' mistakes, over all sessions of a queue.
     type Refusals: Default + Send + Sync;
 
     /// Segments a bio has room for from the start.
@@ -39,7 +38,7 @@ pub trait QueueSession: Sized + Send + 'static {
     /// A session that does not run yet.
     ///
     /// # Errors
-    /// What the client set up is no ring.
+    /// The client's set-up is invalid.
     fn start(setup: Self::Setup) -> Result<Self, String>;
 
     /// It runs from now on: the client need not kick while it does.
@@ -48,10 +47,10 @@ pub trait QueueSession: Sized + Send + 'static {
     /// The memory that its bios point into.
     fn memory(&self) -> &Arc<RegionTable>;
 
-    /// By what the client says that there is something to fetch. Without it the ring is looked at now and then.
+    /// Event descriptor by which the client announces requests. Without it the ring is polled now and then.
     fn kick(&self) -> Option<BorrowedFd<'_>>;
 
-    /// The kick cannot be listened to: from now on there is none.
+    /// The kick cannot be polled: it is dropped.
     fn lose_kick(&mut self, error: &io::Error);
 
     /// Calls the client by this from now on.
@@ -77,17 +76,17 @@ pub trait QueueSession: Sized + Send + 'static {
     /// A round begins that gives something back first.
     fn resume(&mut self);
 
-    /// Fetches requests while there are bios to carry them, but no more than `most`. `device_idle` says that the device
-    /// has nothing to do. Returns whether anything was fetched.
+    /// Fetches requests while bios are free, at most `most`. `device_idle` says whether the device has no request.
+    /// Returns whether any was fetched.
     fn fetch<D>(&mut self, feed: &mut BioFeed<'_, D, Self>, most: usize, device_idle: bool) -> bool;
 
     /// A bio has ended, with its status.
     fn end(&mut self, bio: &Bio, pending: Self::Pending);
 
-    /// Shows the client what was completed, and calls it if it wants to be.
+    /// Publishes completions, and calls the client if it wants to be called.
     fn publish<Cx: ?Sized + SignalEventfd>(&mut self, signals: &mut QueueSignals<'_, Cx>);
 
-    /// A round ends. True if the client was told something that is no completion.
+    /// Ends a round. True if the client was notified of something other than a completion.
     fn end_round<Cx: ?Sized + SignalEventfd>(&mut self, signals: &mut QueueSignals<'_, Cx>) -> bool;
 
     /// Asks the client to kick from now on. True if it has offered something already.
@@ -96,10 +95,10 @@ pub trait QueueSession: Sized + Send + 'static {
     /// The client need not kick.
     fn disarm(&mut self);
 
-    /// Lets go of the ring, in which nothing is in flight: says where it stands.
+    /// Releases the ring, without requests in flight: returns its position.
     fn rest<Cx: ?Sized + SignalEventfd>(self, signals: &mut QueueSignals<'_, Cx>) -> Self::Base;
 
-    /// What there is to see of the ring.
+    /// State of the ring for inspection.
     fn view(&self) -> RingView;
 }
 
@@ -107,29 +106,29 @@ pub trait QueueSession: Sized + Send + 'static {
 pub struct BioFeed<'a, D, S: QueueSession> {
     pub(super) hw: &'a mut HwQueue<D>,
     pub(super) bios: &'a mut BioPool<S::Pending>,
-    /// What the queue says of its device.
+    /// The queue's identity for its clients.
     pub identity: &'a S::Identity,
     /// Where the client's mistakes are counted.
     pub refusals: &'a S::Refusals,
 }
 
 impl<D, S: QueueSession> BioFeed<'_, D, S> {
-    /// A bio for the next request, if one is free. It goes on by [`submit`](BioFeed::submit) or
-    /// [`put_back`](BioFeed::put_back); dropped, it is lost to the queue, which then never rests.
+    /// A bio for the next request, if one is free. It continues by [`submit`](BioFeed::submit) or
+    /// [`put_back`](BioFeed::put_back); when dropped, it is lost to the queue, which then never drains.
     #[inline(always)]
     #[must_use]
     pub fn take(&mut self) -> Option<Box<Bio>> {
         self.bios.take()
     }
 
-    /// The bio carried nothing.
+    /// Returns an unused bio.
     #[inline(always)]
     pub fn put_back(&mut self, bio: Box<Bio>) {
         self.bios.put_back(bio);
     }
 
-    /// Submits a bio; what is pending comes back with it, at its [end](QueueSession::end). Its cookie, submitter and
-    /// stream are the core's.
+    /// Submits a bio; `pending` comes back with it, at its [end](QueueSession::end). Its cookie, submitter and stream
+    /// belong to the core.
     #[inline(always)]
     pub fn submit(&mut self, bio: Box<Bio>, pending: S::Pending) {
         self.bios.keep(&bio, pending);

@@ -1,13 +1,13 @@
-//! The two ends of a client queue: what a poller has of it on its lane, and the handle that the control path has on it.
+//! The two ends of a client queue: the poller's on its lane, and the handle of the control path.
 //!
-//! A queue that runs belongs to its lane. The control path never touches it: it sends a command, wakes the lane, and
-//! waits for the answer, which for a suspension comes only when all that was fetched is finished.
+//! A running queue belongs to its lane. The control path never touches it: it sends a command, wakes the lane, and
+//! waits for the answer, which for a suspension comes only when all fetched requests have completed.
 //!
 //! The queue may move to another lane meanwhile, and takes its mailbox along: see [`LaneWaker`].
 //!
-//! A client queue on a lane has bios, tags and tables for a full ring, some hundred KiB. One made
-//! [on demand](on_demand_queue) is in a poller only from the first start of its ring to the end of the session; its
-//! counters go on over sessions.
+//! A client queue on a lane has bios, tags and tables for a full ring, some hundred KiB. One made [on
+//! demand](on_demand_queue) is in a poller only from the first start of its ring to the end of the session; its
+//! counters continue over sessions.
 
 use std::io;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -24,33 +24,33 @@ use super::kicks::KickSet;
 use super::protocol::QueueSession;
 use super::view::QueueView;
 
-/// What the control path asks of a queue.
+/// Commands of the control path to a queue.
 pub(super) enum ClientCommand<S: QueueSession> {
     /// Run with this; the answer says whether the rings are sound.
     Run(Box<S::Setup>, Sender<Result<(), String>>),
-    /// Finish what was fetched, then say where the queue stands.
+    /// Drain, then report the position of the queue.
     Suspend(Sender<Option<S::Base>>),
-    /// Make durable what has completed, then say whether that worked.
+    /// Make all completed writes durable, then report success.
     Flush(Sender<bool>),
     /// Ring this from now on.
     Call(Option<Arc<EventFd>>, Sender<()>),
-    /// The device is this from now on; the queue is at rest.
+    /// Change the device; the queue is drained.
     Change(Arc<DeviceInfo>, Sender<Result<(), String>>),
     /// Have no more requests in flight than this, then say how many that are.
     Depth(usize, Sender<usize>),
-    /// Have this scheduler order what waits, then say so.
+    /// Set the scheduler, then answer.
     Schedule(SchedulerConfig, Sender<()>),
     /// Pass these limits from now on, then say so.
     Rates(Vec<Arc<RateLimit>>, Sender<()>),
-    /// Finish what was fetched, then leave the hardware queue; the answer is the queue.
+    /// Drain, then leave the hardware queue; the answer is the queue.
     Part(OneshotSender<Box<ClientQueue<S>>>),
     /// Need not leave after all, if it has not left.
     Stay,
     /// Have the hardware queue serve one more client queue, unless that was taken back, then say so.
     Adopt(Arc<AdoptSlot<S>>, Sender<()>),
-    /// Say what there is to see. Of no consequence to anything else.
+    /// Report the state for inspection. Without any side effect.
     Look(Sender<QueueView>),
-    /// Finish what was fetched, then never run again.
+    /// Drain, then never run again.
     Retire,
 }
 
@@ -65,7 +65,7 @@ impl<S: QueueSession> AdoptSlot<S> {
 
 /// The way from the control path to a poller.
 pub(super) struct QueueLink<S: QueueSession> {
-    /// Looked at once a round.
+    /// Read once a round.
     pub(super) mailbox: Mailbox<ClientCommand<S>>,
     /// Wakes the lane that the poller lives on.
     pub(super) waker: LaneWaker,
@@ -73,12 +73,12 @@ pub(super) struct QueueLink<S: QueueSession> {
 
 /// A queue as the control path knows it, with or without a poller.
 struct RemoteState<S: QueueSession> {
-    /// The way to its poller; unset while it has none.
+    /// Access to its poller; unset while it has none.
     link: Mutex<Option<Arc<QueueLink<S>>>>,
     counters: Arc<QueueCounters<S::Refusals>>,
 }
 
-/// What a queue has counted, also by pollers that it had before.
+/// Counters of a queue, including those of its earlier pollers.
 struct QueueCounters<R> {
     stats: OnceLock<Arc<HwStats>>,
     refusals: OnceLock<Arc<R>>,
@@ -126,19 +126,19 @@ impl<S: QueueSession> Drop for QueuePort<S> {
     }
 }
 
-/// The control path's end. A queue without it is retired: nobody else could ever end it.
+/// The control path's end. Dropping it retires the queue, which no other thread could end.
 pub struct QueueRemote<S: QueueSession> {
     commands: CommandSender<S>,
-    /// What makes the poller, if it is not there from the start.
+    /// Maker of the poller, unless it exists from the start.
     on_demand: Option<OnDemand<S>>,
 }
 
-/// A handle that only looks: sees the queue for as long as it is there, and keeps nothing alive.
+/// A handle for inspection: sees the queue for as long as it exists, and keeps nothing alive.
 pub struct QueueWatch<S: QueueSession> {
     commands: CommandSender<S>,
 }
 
-/// The handle of whoever places client queues on hardware queues. It keeps nothing alive.
+/// Handle for the placement of client queues on hardware queues. Keeps nothing alive.
 pub struct QueueMover<S: QueueSession> {
     commands: CommandSender<S>,
 }
@@ -146,7 +146,7 @@ pub struct QueueMover<S: QueueSession> {
 /// Why a client queue stays where it is.
 #[derive(Debug, thiserror::Error)]
 pub enum PartError {
-    /// A request of its own is in flight.
+    /// One of its requests is in flight.
     #[error("it was not drained within {0:?}: a request at its device does not complete; try again later")]
     Undrained(Duration),
     /// The lane has ended.
@@ -188,10 +188,10 @@ pub trait QueueHost<S: QueueSession>: Send + Sync {
     /// Has a hardware queue on some lane serve the queue with this end. Returns when it does.
     ///
     /// # Errors
-    /// Says in words why there is none: object, cause, cure.
+    /// The cause, as text: object, cause, cure.
     fn open(&self, port: QueuePort<S>) -> Result<(), String>;
 
-    /// Has it served no more. It is at rest.
+    /// Ends its service. It is drained.
     fn close(&self);
 }
 
@@ -237,7 +237,7 @@ impl<S: QueueSession> OnDemand<S> {
 
     fn close(&self) {
         if std::mem::take(&mut self.poller().is_open) {
-            // Should it not leave its lane, it is over at least, and holds up no end of the lane.
+            // If it does not leave its lane, it has ended at least, and does not delay the end of the lane.
             let link = self.queue.link().take();
             link.iter().for_each(|link| drop(link.send(ClientCommand::Retire)));
             self.host.close();
@@ -256,11 +256,11 @@ impl<S: QueueSession> Drop for OnDemand<S> {
 #[error("the lane of this queue has ended")]
 pub struct LaneGone;
 
-/// A queue that was asked to come to rest.
+/// A queue that was asked to drain.
 pub struct Suspension<B>(Receiver<Option<B>>);
 
 impl<B> Suspension<B> {
-    /// Waits until all that was fetched is finished; says where the ring stands, if a session ran.
+    /// Waits until it is drained; returns the position of its ring, if a session ran.
     ///
     /// # Errors
     /// Its lane has ended.
@@ -285,15 +285,15 @@ pub fn on_demand_queue<S: QueueSession>(host: Box<dyn QueueHost<S>>) -> QueueRem
 }
 
 impl<S: QueueSession> QueueRemote<S> {
-    /// Ends the queue once it has finished what it fetched.
+    /// Drains and ends the queue.
     pub fn retire(&self) {
         let _ = self.commands.send(ClientCommand::Retire);
     }
 
-    /// Has a poller from now on, if one is made on demand. Otherwise that is done with the first start of the ring.
+    /// Makes its poller, if it is made on demand. Otherwise that happens with the first start of the ring.
     ///
     /// # Errors
-    /// Says in words why there is none: object, cause, cure.
+    /// The cause, as text: object, cause, cure.
     pub fn open(&self) -> Result<(), String> {
         self.on_demand.as_ref().map_or(Ok(()), |on_demand| on_demand.open(false))
     }
@@ -306,8 +306,8 @@ impl<S: QueueSession> QueueRemote<S> {
         self.on_demand.as_ref().map_or(Ok(()), |on_demand| on_demand.open(true))
     }
 
-    /// Gives a poller back that was made on demand, unless it is [there for good](QueueRemote::open_for_good). The
-    /// queue, and all that share the poller, are at rest.
+    /// Drops a poller that was made on demand, unless it is [permanent](QueueRemote::open_for_good). The queue, and all
+    /// that share the poller, are drained.
     pub fn close(&self) {
         if let Some(on_demand) = self.on_demand.as_ref().filter(|on_demand| !on_demand.poller().is_kept) {
             on_demand.close();
@@ -330,7 +330,7 @@ impl<S: QueueSession> QueueRemote<S> {
         self.commands.ask(|answer| ClientCommand::Run(Box::new(setup), answer))
     }
 
-    /// Asks the queue to come to rest. Several may be asked before any is waited for.
+    /// Asks the queue to drain. Several may be asked before the first is waited for.
     ///
     /// # Errors
     /// Its lane has ended.
@@ -340,7 +340,7 @@ impl<S: QueueSession> QueueRemote<S> {
         Ok(Suspension(wait))
     }
 
-    /// Makes durable what has completed, whichever queue it came by; true if that worked.
+    /// Makes all completed writes of all queues durable; true on success.
     ///
     /// # Errors
     /// Its lane has ended.
@@ -348,7 +348,7 @@ impl<S: QueueSession> QueueRemote<S> {
         self.commands.ask(ClientCommand::Flush)
     }
 
-    /// Has the queue, which is at rest, serve a device that is this from now on.
+    /// Changes the device of a drained queue.
     pub(crate) fn change(&self, info: &Arc<DeviceInfo>) -> Result<Result<(), String>, LaneGone> {
         if self.is_closed() {
             return Ok(Ok(()));
@@ -356,7 +356,7 @@ impl<S: QueueSession> QueueRemote<S> {
         self.commands.ask(|answer| ClientCommand::Change(Arc::clone(info), answer))
     }
 
-    /// Bounds the requests in flight; says what the bound has become.
+    /// Limits the requests in flight; returns the new limit.
     ///
     /// # Errors
     /// Its lane has ended.
@@ -378,7 +378,7 @@ impl<S: QueueSession> QueueRemote<S> {
         self.commands.ask(|answer| ClientCommand::Schedule(config, answer))
     }
 
-    /// Has what passes the queue pass these limits, from now on.
+    /// Sets the queue's rate limits.
     pub(crate) fn set_rates(&self, limits: Vec<Arc<RateLimit>>) -> Result<(), LaneGone> {
         if self.is_closed() {
             return Ok(());
@@ -395,25 +395,25 @@ impl<S: QueueSession> QueueRemote<S> {
         self.commands.ask(|answer| ClientCommand::Call(call, answer))
     }
 
-    /// For whoever places client queues on hardware queues.
+    /// For the placement of client queues on hardware queues.
     pub fn mover(&self) -> QueueMover<S> {
         QueueMover { commands: self.commands.clone() }
     }
 
-    /// A handle that only looks.
+    /// A handle for inspection.
     pub fn watch(&self) -> QueueWatch<S> {
         QueueWatch { commands: self.commands.clone() }
     }
 }
 
 impl<S: QueueSession> QueueWatch<S> {
-    /// What is counted of its I/O, once it is on its lane. The first client queue of a hardware queue also counts what
-    /// concerns that as a whole, such as the batches it gives its driver.
+    /// Counters of its I/O, once it is on its lane. The first client queue of a hardware queue also counts queue-wide
+    /// events, such as the batches of its driver.
     pub fn stats(&self) -> Option<&Arc<HwStats>> {
         self.commands.state.counters.stats.get()
     }
 
-    /// What its clients sent that made no sense, by reason.
+    /// Its clients' invalid requests, by reason.
     pub fn refusals(&self) -> Option<&Arc<S::Refusals>> {
         self.commands.state.counters.refusals.get()
     }
@@ -423,8 +423,8 @@ impl<S: QueueSession> QueueWatch<S> {
         self.commands.state.link().is_some()
     }
 
-    /// Asks the queue's owner what there is to see; the answer comes once its lane has turned. Nothing if it has no
-    /// poller now, or the lane has ended.
+    /// Asks the queue's owner for its state; the answer comes in its lane's next turn. `None` if it has no poller now,
+    /// or the lane has ended.
     pub fn look(&self) -> Option<Receiver<QueueView>> {
         let (answer, wait) = channel();
         self.commands.send(ClientCommand::Look(answer)).ok()?;
@@ -439,7 +439,7 @@ impl<S: QueueSession> QueueMover<S> {
     /// # Errors
     /// See [`PartError`].
     pub fn part(&self, drain: Duration, answer: Duration) -> Result<DetachedQueue<S>, PartError> {
-        // What it may need where it arrives: found missing before anything has changed.
+        // Possibly needed by its new hardware queue: a failure is found before any change.
         let kicks = KickSet::new().map_err(PartError::Kicks)?;
         let (parted, wait) = oneshot();
         self.commands.send(ClientCommand::Part(parted)).map_err(|_| PartError::Gone)?;

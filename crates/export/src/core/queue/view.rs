@@ -1,16 +1,16 @@
-//! What others may see of a queue: plain data, made by its owner when a command asks for it.
+//! State of a queue for inspection: plain data, made by its owner when a command asks for it.
 
 use blkyard_mq::HwSnapshot;
 
 /// A queue at one moment, as its owner sees it.
 #[derive(Clone, Debug)]
 pub struct QueueView {
-    /// Where its ring stands; none while no front-end runs it.
+    /// Position of its ring; `None` while no front-end runs it.
     pub ring: Option<RingView>,
     /// The hardware queue, as the first of its client queues shows it; the others show how it is set, and their own
     /// bios.
     pub hw: HwSnapshot,
-    /// It fetches no more, and comes to rest once all it fetched is finished.
+    /// Whether it drains, and fetches no more.
     pub is_suspending: bool,
 }
 

@@ -1,8 +1,6 @@
-//! The log of the pages we write, as a front-end asks for it: where it lies, what is noted there, and the eventfd that
-//! says that something was. [vhost-user, Migration]
+//! The log of written pages: its memory, its entries, and the eventfd that announces them. [vhost-user, Migration]
 //!
-//! The message that brings the eventfd is the one message that is dealt with here and not by the message layer, which
-//! knows its number, and refuses it.
+//! The message with the eventfd is the only one handled here and not by the message layer, which refuses it.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -19,15 +17,14 @@ use crate::vhost_user::notes::Notes;
 use crate::vhost_user::wire::Message;
 
 impl Backend {
-    /// What is written is noted here from now on.
+    /// Logs written pages here from now on.
     pub(super) fn keep_log(&mut self, log: &VhostUserLog, file: &File) -> Result<()> {
         let region = Region::map_file(file.as_fd(), log.mmap_offset, log.mmap_size);
         let log = region.map(DirtyLog::new).map_err(|error| self.refuse("the dirty log", error))?;
         self.change_log(|ours| ours.log = log.map(Arc::new))
     }
 
-    /// Deals with the message that brings the log's eventfd: the answer if one is wanted, and whether the session can
-    /// go on.
+    /// Handles the message with the log's eventfd: the reply if one is wanted, and whether the session can continue.
     pub(crate) fn handle_log_eventfd(&mut self, message: &Message) -> (Message, Result<()>) {
         let outcome = self.set_log_eventfd(message);
         let acknowledges = VhostUserProtocolFeatures::REPLY_ACK.bits();
@@ -53,7 +50,7 @@ impl Backend {
         running.into_iter().try_for_each(|index| self.run_if_ready(index))
     }
 
-    /// Where a ring notes what it writes, if the front-end wants to know.
+    /// Log of a ring's writes, if the front-end wants one.
     pub(super) fn notes(&self, vring: &Vring, [desc, _, used]: [u64; 3], memory: &GuestMemory) -> Option<Notes> {
         let log = self.log.as_ref().filter(|_| self.features.contains(Features::LOG_ALL))?;
         let ring = match vring.log_at {

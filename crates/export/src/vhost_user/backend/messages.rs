@@ -1,7 +1,6 @@
-//! A session told in messages, for whoever goes on with it.
+//! A session as messages, for its next process.
 //!
-//! In an order in which each may be said: features before what depends on them, memory before rings, kicks last, since
-//! they are what runs a ring.
+//! In a valid order: features before their users, memory before rings, kicks last, since they start a ring.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -14,7 +13,7 @@ use super::Backend;
 use super::rings::{Kick, Vring};
 use crate::vhost_user::wire::Message;
 
-/// The bit of a kick, call or error message that says it brings no descriptor.
+/// Bit of a kick, call or error message without a descriptor.
 const NO_DESCRIPTOR: u64 = 0x100;
 /// The bits of its number of a ring.
 const INDEX_MASK: u32 = 0xff;
@@ -26,7 +25,7 @@ fn kicked(message: &Message) -> Option<usize> {
 }
 
 impl Backend {
-    /// The messages that make this session, and those that then let its queues run. The queues are at rest.
+    /// The messages that create this session, and those that then start its queues. The queues are drained.
     ///
     /// # Errors
     /// No descriptors are left.
@@ -36,7 +35,7 @@ impl Backend {
         if self.protocol.is_some() {
             say(FrontendReq::SET_PROTOCOL_FEATURES, &words64(&[self.protocol_ever]), Vec::new());
         }
-        // Features that were not taken are not said: to take none would enable every ring.
+        // Features that were not set are not sent: an empty set would enable every ring.
         if !self.features.is_empty() || self.vrings.iter().any(|vring| vring.enabled) {
             say(FrontendReq::SET_FEATURES, &words64(&[self.features.bits()]), Vec::new());
         }
@@ -68,7 +67,7 @@ impl Backend {
         if let Some(channel) = &self.channel {
             say(FrontendReq::SET_BACKEND_REQ_FD, &[], vec![channel.end().try_clone()?]);
         }
-        // What was given back since is missed no more.
+        // Later returns need no message.
         if let Some(protocol) = self.protocol {
             say(FrontendReq::SET_PROTOCOL_FEATURES, &words64(&[protocol]), Vec::new());
         }

@@ -1,14 +1,13 @@
-//! The rings of one export, as the control path sees them: when they run, and how they come to rest.
+//! The rings of one export, as the control path sees them: when they run, and how they drain.
 //!
 //! ```text
 //!                    size, addresses, kick descriptor, enabled
-//!   at rest ───────────────────────────────────────────────────▶ running
+//!   stopped ───────────────────────────────────────────────────▶ running
 //!      ▲                                                            │
-//!      └── disabled, stopped, or something under it changes: what ──┘
-//!          was fetched is finished first
+//!      └── disabled, stopped, or before a change: drains first ─────┘
 //! ```
 //!
-//! What the messages mean is not known here.
+//! Messages are not interpreted here.
 
 use std::sync::Arc;
 
@@ -28,19 +27,19 @@ pub(super) enum Kick {
     /// Not said yet: the ring is stopped.
     #[default]
     Unknown,
-    /// Not at all: we are to look by ourselves.
+    /// Without kicks: we poll.
     Polled,
     /// By this.
     Rung(Arc<EventFd>),
 }
 
-/// What the front-end has said of a ring.
+/// A front-end's settings of a ring.
 #[derive(Default)]
 pub(super) struct Vring {
     pub(super) size: u16,
     /// Front-end addresses: descriptors, available ring or driver's area, used ring or device's area.
     pub(super) addresses: Option<[u64; 3]>,
-    /// Where the ring goes on; at its beginning if nobody said.
+    /// Position of the ring; its start if unset.
     pub(super) base: Option<RingBase>,
     /// Where the used ring begins in guest memory, if writes to the ring are to be noted in the log.
     pub(super) log_at: Option<u64>,
@@ -52,13 +51,12 @@ pub(super) struct Vring {
 }
 
 impl Vring {
-    /// Where the ring goes on.
+    /// Position of the ring.
     pub(super) fn base(&self, features: Features) -> RingBase {
         self.base.unwrap_or(RingBase::start(features))
     }
 
-    /// Its format is that of these features from now on, in which an index of the other means nothing, and a size
-    /// perhaps.
+    /// Sets its format, in which an index of the other is invalid, and perhaps a size.
     pub(super) fn change_format(&mut self, features: Features) {
         self.base = None;
         if !may_have_size(features, self.size) {
@@ -90,7 +88,8 @@ impl Backend {
         Ok(running)
     }
 
-    /// Suspends those of these rings that run, all at once. One whose lane is gone keeps no other from coming to rest.
+    /// Suspends those of these rings that run, all at once. One whose lane has ended does not keep others from
+    /// draining.
     fn suspend_these(&mut self, indexes: &[usize]) -> Result<()> {
         let running = indexes.iter().copied().filter(|index| self.vrings[*index].running);
         let asked: Vec<_> = running.map(|index| (index, self.config.queues[index].suspend())).collect();
@@ -105,7 +104,7 @@ impl Backend {
         outcome
     }
 
-    /// Changes what is known of a ring. If it runs, it goes on with what is known then.
+    /// Changes settings of a ring. If it runs, it continues with the new ones.
     pub(super) fn change_vring(&mut self, index: u32, change: impl FnOnce(&mut Vring)) -> Result<()> {
         let runs = self.vring(index)?.running;
         let index = index as usize;
@@ -128,7 +127,7 @@ impl Backend {
         let memory = self.memory.snapshot().map_err(|error| self.refuse("the memory table", error))?;
         let layout = RingLayout::locate(&memory, self.features, vring.size, addresses)
             .map_err(|error| self.refuse("a ring", advice::no_ring(&self.memory, error)))?;
-        // A guest that nobody hears waits without a word, and so would we.
+        // A guest whose kicks are lost waits silently, and so would we.
         if !std::mem::replace(&mut self.memory_seen, true) && self.memory.is_blank() {
             self.lines.warn(advice::blank_memory());
         }
@@ -159,7 +158,7 @@ impl Backend {
         }
     }
 
-    /// Replaces the memory under whatever runs.
+    /// Replaces the memory under all running rings.
     pub(super) fn change_memory(
         &mut self,
         change: impl FnOnce(&Memory) -> std::result::Result<Memory, MemoryError>,
