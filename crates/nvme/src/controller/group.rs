@@ -42,6 +42,11 @@ impl QueueGroup {
         QueueGroup { cq, members: Vec::new(), tokens, turn: 0, removing: 0, is_fault_told: false }
     }
 
+    /// Entries of the completion queue.
+    pub(crate) fn entries(&self) -> u16 {
+        self.cq.depth() + 1
+    }
+
     /// Commands that are handed out.
     pub(crate) fn in_flight(&self) -> usize {
         self.tokens.in_flight()

@@ -250,6 +250,16 @@ impl ControllerIoQueue {
         self.cqid
     }
 
+    /// The vector to signal; unset for a queue without interrupts.
+    pub fn vector(&self) -> Option<u16> {
+        self.vector
+    }
+
+    /// Entries of the completion queue.
+    pub fn entries(&self) -> u16 {
+        self.group.entries()
+    }
+
     /// The regions that the segments of its bios point into.
     pub fn table(&self) -> &Arc<RegionTable> {
         self.memory.table()
