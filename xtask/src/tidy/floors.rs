@@ -18,7 +18,7 @@ const FLOORS: &[(&str, &[&str])] = &[
     ("sys", &["mem"]),
     ("virtio", &["mem", "mq"]),
     ("nvme", &["mem", "mq"]),
-    ("export", &["mem", "mq", "sys", "virtio"]),
+    ("export", &["mem", "wire", "mq", "sys", "virtio", "nvme"]),
     ("attach", &["mem", "wire", "mq", "sys", "virtio", "nvme"]),
     ("os", &["mem", "mq", "sys"]),
     ("sim", &["mem", "mq", "virtio", "export", "attach"]),
@@ -29,7 +29,7 @@ const FLOORS: &[(&str, &[&str])] = &[
 
 /// Further imports of a crate's tests: the queue core is tested over the simulation's chaos device, an export on real
 /// lanes, attached disks against an export.
-const TESTS: &[(&str, &[&str])] = &[("mq", &["sim"]), ("export", &["os"]), ("attach", &["export", "os"])];
+const TESTS: &[(&str, &[&str])] = &[("mq", &["sim"]), ("export", &["os", "attach"]), ("attach", &["export", "os"])];
 
 /// Crates of the command line, and who may import them: a program that embeds the library has its own.
 const COMMAND_LINE: (&[&str], &[&str]) = (&["clap", "indicatif"], &["lab", "cli"]);

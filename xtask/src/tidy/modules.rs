@@ -21,7 +21,7 @@ const FREE: &[&str] = &["attach", "lab", "cli"];
 /// protocols. The core names none of these, nor what the crate exports of its protocols.
 const PROTOCOLS: &[(&str, &[&str], &[&str])] = &[
     ("attach", &["vfio_user", "vhost_user"], &["vhost", "blkyard_wire", "blkyard_nvme"]),
-    ("export", &["vhost_user"], &["vhost", "blkyard_virtio", "blkyard_nvme"]),
+    ("export", &["vfio_user", "vhost_user"], &["vhost", "blkyard_wire", "blkyard_virtio", "blkyard_nvme"]),
 ];
 
 /// The modules that each module of a crate names.

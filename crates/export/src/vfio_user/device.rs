@@ -1,0 +1,411 @@
+//! The NVMe controller of a session: its registers and admin queue on the control path, its I/O queues on their lanes.
+//!
+//! A register, or the admin queue's doorbell, is written by a message; so the admin queue is looked at whenever one was
+//! written, and never otherwise. What the admin side asks of an I/O queue is done while that is suspended, as every
+//! change of memory, of the device and of interrupts' queues is: suspend, change, resume. So a command that deletes a
+//! queue, and a reset, are over when their message is.
+//!
+//! Not here: messages, and what they may say.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+
+use blkyard_mem::{DmaMapping, Region, View};
+use blkyard_mq::DeviceInfo;
+use blkyard_nvme::registers::{DOORBELLS, sq_doorbell};
+use blkyard_nvme::{
+    Controller, ControllerIoQueue, ControllerOptions, ControllerQueueCommand, ControllerQueueReply, ControllerRequest,
+    NamespaceTable, RegisterFault, ServedNamespace,
+};
+use blkyard_sys::EventFd;
+use blkyard_wire::vfio_user::{DmaMapRequest, DmaUnmapRequest};
+
+use super::memory::{DmaError, DmaSlots};
+use super::pci::PciFunction;
+use super::queue::{NvmeQueueSetup, QueueSlot, ReplyQueue};
+use super::session::VfioSessionError;
+use super::{NvmeDisk, TRANSFER_BYTES, VfioUserExport};
+use crate::core::{ExportLog, LaneGone};
+
+/// The one namespace.
+const NSID: u32 = 1;
+/// Entries of an I/O queue, at most.
+const ENTRIES_MAX: u16 = 1024;
+/// Commands in flight of an I/O queue, at most.
+const DEPTH: u16 = 256;
+
+/// An I/O completion queue that the host has created.
+struct CreatedQueue {
+    /// Where it is at rest.
+    slot: QueueSlot,
+    /// By which it is told of doorbells; unset if there was no descriptor for it: then it is polled.
+    kick: Option<Arc<EventFd>>,
+    vector: Option<u16>,
+    is_running: bool,
+}
+
+/// The controller, and what belongs to one client.
+pub(crate) struct NvmeFunction {
+    pub(crate) pci: PciFunction,
+    controller: Controller,
+    /// Memory of the doorbell registers.
+    registers: View,
+    dma: DmaSlots,
+    /// Keeps the memory mapped for the device, whatever its queues do meanwhile.
+    mappings: Vec<DmaMapping>,
+    /// By identifier of the completion queue, from 1 on.
+    queues: Vec<Option<CreatedQueue>>,
+    /// Eventfd of each vector.
+    vectors: Vec<Option<Arc<EventFd>>>,
+    replies: Arc<ReplyQueue>,
+    connection: Arc<UnixStream>,
+    log: Arc<ExportLog>,
+    began: Instant,
+}
+
+impl NvmeFunction {
+    /// A controller as after a power-on, for the client at this connection.
+    ///
+    /// # Errors
+    /// There is no memory.
+    pub(crate) fn new(
+        config: &VfioUserExport,
+        connection: &Arc<UnixStream>,
+        replies: &Arc<ReplyQueue>,
+        log: &Arc<ExportLog>,
+    ) -> io::Result<NvmeFunction> {
+        let io_queues = config.disk.io_queues();
+        let region = Region::anonymous(sq_doorbell(io_queues + 1, 0).next_multiple_of(4096))?;
+        let len = region.len();
+        let registers = View::new(region, 0, len, 8).unwrap_or_else(|| unreachable!("a whole region"));
+        let dma = DmaSlots::default();
+        let controller = new_controller(&config.disk, &registers, &dma)?;
+        let vectors = io_queues + 1;
+        let bar0_bytes = bar0_bytes(&controller);
+        let mut function = NvmeFunction {
+            pci: PciFunction::new(bar0_bytes, vectors),
+            controller,
+            registers,
+            dma,
+            mappings: config.domains.iter().map(|domain| domain.map(Vec::new())).collect(),
+            queues: (0..io_queues).map(|_| None).collect(),
+            vectors: vec![None; usize::from(vectors)],
+            replies: Arc::clone(replies),
+            connection: Arc::clone(connection),
+            log: Arc::clone(log),
+            began: Instant::now(),
+        };
+        function.map_for_device();
+        Ok(function)
+    }
+
+    /// Bytes of BAR 0.
+    pub(crate) fn bar0_bytes(&self) -> u64 {
+        bar0_bytes(&self.controller)
+    }
+
+    /// Interrupt vectors.
+    pub(crate) fn vectors(&self) -> u32 {
+        self.vectors.len() as u32
+    }
+
+    /// DMA mappings.
+    pub(crate) fn dma_maps(&self) -> usize {
+        self.dma.len()
+    }
+
+    /// I/O completion queues that the host has created.
+    pub(crate) fn io_queues(&self) -> usize {
+        self.queues.iter().flatten().count()
+    }
+
+    /// Reads a register. Behind the last one all is zero.
+    pub(crate) fn read_register(&self, offset: u64, bytes: usize) -> Result<u64, RegisterFault> {
+        match self.controller.read_register(offset, bytes) {
+            Err(RegisterFault::Outside(_)) => Ok(0),
+            other => other,
+        }
+    }
+
+    /// Writes a register, and does what follows from it. The inner result is the client's fault.
+    pub(crate) fn write_register(
+        &mut self,
+        config: &VfioUserExport,
+        offset: u64,
+        bytes: usize,
+        value: u64,
+    ) -> Result<Result<(), RegisterFault>, VfioSessionError> {
+        match self.controller.write_register(offset, bytes, value) {
+            Ok(Some(cqid)) if cqid > 0 => self.kick(cqid),
+            Ok(_) => self.update(config)?,
+            // Behind the last register nothing is stored.
+            Err(RegisterFault::Outside(_)) => {}
+            Err(fault) => return Ok(Err(fault)),
+        }
+        Ok(Ok(()))
+    }
+
+    /// Executes admin commands and hands on what they ask of queues; has queues run that are at rest.
+    pub(crate) fn update(&mut self, config: &VfioUserExport) -> Result<(), VfioSessionError> {
+        self.take_replies();
+        let mut is_posted = false;
+        // The doorbell is written by messages only, so the commands here are at most those of one ring.
+        loop {
+            is_posted |= self.controller.poll(self.began.elapsed().as_nanos() as u64);
+            let mut is_asked = false;
+            while let Some(request) = self.controller.take_request() {
+                is_asked = true;
+                self.obey(config, request)?;
+            }
+            if !is_asked && !self.controller.arm() {
+                break;
+            }
+        }
+        self.resume(config)?;
+        if is_posted {
+            self.signal(0);
+        }
+        Ok(())
+    }
+
+    /// Adds a mapping. The inner result is the client's fault.
+    pub(crate) fn map(
+        &mut self,
+        config: &VfioUserExport,
+        request: &DmaMapRequest,
+        file: Option<OwnedFd>,
+    ) -> Result<Result<(), DmaError>, VfioSessionError> {
+        match self.dma.with(request, file) {
+            Ok(dma) => self.set_memory(config, dma).map(Ok),
+            Err(error) => Ok(Err(error)),
+        }
+    }
+
+    /// Removes mappings. The inner result is the client's fault.
+    pub(crate) fn unmap(
+        &mut self,
+        config: &VfioUserExport,
+        request: &DmaUnmapRequest,
+    ) -> Result<Result<(), DmaError>, VfioSessionError> {
+        match self.dma.without(request) {
+            Ok(dma) => self.set_memory(config, dma).map(Ok),
+            Err(error) => Ok(Err(error)),
+        }
+    }
+
+    /// Sets or removes the eventfd of a vector, which exists.
+    pub(crate) fn set_vector(
+        &mut self,
+        config: &VfioUserExport,
+        vector: u32,
+        eventfd: Option<&Arc<EventFd>>,
+    ) -> Result<(), VfioSessionError> {
+        self.vectors[vector as usize] = eventfd.cloned();
+        for (queue, remote) in self.queues.iter().zip(&config.queues) {
+            if queue.as_ref().is_some_and(|queue| queue.is_running && queue.vector.map(u32::from) == Some(vector)) {
+                remote.set_call(eventfd.cloned())?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Signals the eventfd of a vector, if there is one.
+    pub(crate) fn signal(&self, vector: u32) {
+        if let Some(Some(eventfd)) = self.vectors.get(vector as usize) {
+            eventfd.signal_shared();
+        }
+    }
+
+    /// Resets the function: all is as after a power-on but memory and eventfds.
+    pub(crate) fn reset(&mut self, config: &VfioUserExport) -> Result<(), VfioSessionError> {
+        self.suspend_all(config)?;
+        self.queues.fill_with(|| None);
+        // What the queues of before had to say concerns nobody any more.
+        self.replies.take();
+        self.controller = new_controller(&config.disk, &self.registers, &self.dma)?;
+        self.pci = PciFunction::new(self.bar0_bytes(), self.vectors.len() as u16);
+        self.map_for_device();
+        Ok(())
+    }
+
+    /// The device is this from now on; queues are at rest.
+    pub(crate) fn set_device(&mut self, config: &VfioUserExport) -> Result<(), VfioSessionError> {
+        self.controller.set_namespaces(namespaces(&config.disk.info));
+        self.update(config)
+    }
+
+    /// Has all queues finish what they fetched.
+    pub(crate) fn suspend_all(&mut self, config: &VfioUserExport) -> Result<(), LaneGone> {
+        let asked: Vec<_> = self
+            .queues
+            .iter_mut()
+            .zip(&config.queues)
+            .filter_map(|(queue, remote)| {
+                let queue = queue.as_mut().filter(|queue| queue.is_running)?;
+                queue.is_running = false;
+                Some(remote.suspend())
+            })
+            .collect();
+        // All of them are waited for, whatever became of one.
+        let waited: Vec<_> = asked.into_iter().map(|suspension| suspension?.wait()).collect();
+        waited.into_iter().try_for_each(|rested| rested.map(drop))
+    }
+
+    /// Does what the admin side asks.
+    fn obey(&mut self, config: &VfioUserExport, request: ControllerRequest) -> Result<(), VfioSessionError> {
+        match request {
+            ControllerRequest::Create(queue) => self.create(queue),
+            // A device does not take a request back, and to look for it would wait for the device.
+            ControllerRequest::Queue(cqid, ControllerQueueCommand::Abort { sqid, cid }) => {
+                self.controller.reply(cqid, ControllerQueueReply::AbortDone { sqid, cid, is_aborted: false });
+            }
+            ControllerRequest::Queue(cqid, command) => self.command(config, cqid, command)?,
+            ControllerRequest::Flush(number) => {
+                if self.flush(config)? {
+                    self.controller.flushed(number);
+                } else {
+                    self.log.warn("earlier writes cannot be made durable; the client waits for that");
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn create(&mut self, queue: Box<ControllerIoQueue>) {
+        let place = usize::from(queue.cqid()) - 1;
+        let kick = EventFd::new().ok().map(Arc::new);
+        if kick.is_none() {
+            self.log.warn("no descriptor is left for the kick of a queue, so that is polled");
+        }
+        let vector = queue.vector();
+        let slot = Arc::new(Mutex::new(Some(queue)));
+        self.queues[place] = Some(CreatedQueue { slot, kick, vector, is_running: false });
+    }
+
+    /// Hands a command to an I/O queue, which is at rest afterwards.
+    fn command(
+        &mut self,
+        config: &VfioUserExport,
+        cqid: u16,
+        command: ControllerQueueCommand,
+    ) -> Result<(), VfioSessionError> {
+        let place = usize::from(cqid) - 1;
+        let Some(created) = &mut self.queues[place] else { return Ok(()) };
+        if std::mem::take(&mut created.is_running) {
+            config.queues[place].suspend()?.wait()?;
+        }
+        let slot = Arc::clone(&created.slot);
+        // What it said before this command. Nothing of it may come after the queue is gone.
+        self.take_replies();
+        let mut queue = slot.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(queue) = queue.as_mut() else { return Ok(()) };
+        queue.handle(command);
+        while let Some(reply) = queue.take_reply() {
+            if matches!(reply, ControllerQueueReply::Deleted | ControllerQueueReply::Stopped) {
+                self.queues[place] = None;
+            }
+            self.controller.reply(cqid, reply);
+        }
+        Ok(())
+    }
+
+    fn take_replies(&mut self) {
+        for (cqid, reply) in self.replies.take() {
+            self.controller.reply(cqid, reply);
+        }
+    }
+
+    /// Tells a queue that one of its doorbells was written.
+    fn kick(&self, cqid: u16) {
+        let queue = self.queues.get(usize::from(cqid) - 1).and_then(Option::as_ref);
+        if let Some(kick) = queue.and_then(|queue| queue.kick.as_ref()) {
+            kick.signal();
+        }
+    }
+
+    /// Makes durable what has completed, whichever queue it came by. Says whether that worked.
+    fn flush(&mut self, config: &VfioUserExport) -> Result<bool, VfioSessionError> {
+        let running = self.queues.iter().position(|queue| queue.as_ref().is_some_and(|queue| queue.is_running));
+        if let Some(place) = running {
+            return Ok(config.queues[place].flush()?);
+        }
+        // A queue without a session has nothing to flush: one without commands is run for it.
+        let setup = self.setup(&config.name, 0, None);
+        config.queues[0].run(setup)?.map_err(VfioSessionError::Queue)?;
+        let is_durable = config.queues[0].flush()?;
+        config.queues[0].suspend()?.wait()?;
+        Ok(is_durable)
+    }
+
+    /// Has all queues run that are at rest.
+    fn resume(&mut self, config: &VfioUserExport) -> Result<(), VfioSessionError> {
+        for (place, remote) in config.queues.iter().enumerate().take(self.queues.len()) {
+            let Some(created) = self.queues[place].as_ref().filter(|created| !created.is_running) else { continue };
+            let setup = self.setup(&config.name, place, Some(created));
+            remote.run(setup)?.map_err(VfioSessionError::Queue)?;
+            if let Some(created) = &mut self.queues[place] {
+                created.is_running = true;
+            }
+        }
+        Ok(())
+    }
+
+    fn setup(&self, export: &str, place: usize, created: Option<&CreatedQueue>) -> NvmeQueueSetup {
+        let vector = created.and_then(|created| created.vector);
+        NvmeQueueSetup {
+            name: format!("{export}, queue {}", place + 1),
+            log: Arc::clone(&self.log),
+            slot: created.map(|created| Arc::clone(&created.slot)),
+            table: Arc::clone(self.controller.memory().table()),
+            kick: created.and_then(|created| created.kick.clone()),
+            call: vector.and_then(|vector| self.vectors.get(usize::from(vector)).cloned().flatten()),
+            replies: Arc::clone(&self.replies),
+            connection: Arc::clone(&self.connection),
+        }
+    }
+
+    /// Suspends the queues, replaces the memory, and goes on.
+    fn set_memory(&mut self, config: &VfioUserExport, dma: DmaSlots) -> Result<(), VfioSessionError> {
+        self.suspend_all(config)?;
+        self.dma = dma;
+        self.controller.set_memory(&self.dma.map());
+        self.map_for_device();
+        self.update(config)
+    }
+
+    /// Has the device map what the controller reaches now.
+    fn map_for_device(&mut self) {
+        let table = self.controller.memory().table();
+        let regions: Vec<_> = table.iter().map(|(_, region)| Arc::clone(region)).collect();
+        self.mappings.iter_mut().for_each(|mapping| mapping.replace(regions.clone()));
+    }
+}
+
+fn new_controller(disk: &NvmeDisk, registers: &View, dma: &DmaSlots) -> io::Result<Controller> {
+    let io_queues = disk.io_queues();
+    let options = ControllerOptions {
+        serial: disk.serial.clone(),
+        subsystem: format!("nqn.2026-11.local.blkyard:{}", disk.serial),
+        io_queues,
+        queue_entries: ENTRIES_MAX,
+        depth: DEPTH,
+        vectors: io_queues + 1,
+        transfer_bytes: TRANSFER_BYTES,
+        ..ControllerOptions::default()
+    };
+    Controller::new(options, registers.clone(), &dma.map(), namespaces(&disk.info))
+}
+
+/// One namespace; none if the device's logical blocks cannot be those of a namespace.
+fn namespaces(info: &DeviceInfo) -> NamespaceTable {
+    let mut table = NamespaceTable::new(NSID);
+    table.set(NSID, ServedNamespace::new(NSID, 0, info));
+    table
+}
+
+fn bar0_bytes(controller: &Controller) -> u64 {
+    (controller.register_bytes().max(DOORBELLS) as u64).next_power_of_two()
+}

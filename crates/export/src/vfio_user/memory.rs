@@ -1,0 +1,102 @@
+//! The memory a client shares with the controller: DMA mappings by descriptor.
+//!
+//! A mapping without a descriptor, or one that the controller may not both read and write, is accepted and not reached:
+//! a command that names it fails with Data Transfer Error or Invalid Field, as for an address that is not mapped.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+
+use blkyard_mem::{MapError, Region, RegionTable};
+use blkyard_nvme::{DmaMap, DmaRange};
+use blkyard_wire::vfio_user::{DmaMapFlags, DmaMapRequest, DmaUnmapRequest};
+use rustix::io::Errno;
+
+/// Mappings that one client may have; it is told so.
+pub(crate) const MAPS_MAX: usize = 256;
+/// Bytes of the pages in which memory is mapped.
+pub(crate) const PAGE: u64 = 4096;
+
+/// Why a mapping is refused. Those before it stay.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum DmaError {
+    #[error("more than {MAPS_MAX} mappings")]
+    TooMany,
+    #[error("{0:#x}: address, size and offset are not in pages of 4096 bytes")]
+    Unaligned(u64),
+    #[error("{0:#x}: overlaps with another mapping")]
+    Overlap(u64),
+    #[error("{0:#x}: no such mapping")]
+    Unknown(u64),
+    #[error("{address:#x}: {source}")]
+    Map { address: u64, source: MapError },
+}
+
+impl DmaError {
+    /// What the client is told.
+    pub(crate) fn errno(&self) -> Errno {
+        match self {
+            DmaError::TooMany => Errno::NOSPC,
+            DmaError::Overlap(_) => Errno::EXIST,
+            DmaError::Unknown(_) => Errno::NOENT,
+            DmaError::Unaligned(_) | DmaError::Map { .. } => Errno::INVAL,
+        }
+    }
+}
+
+/// A mapping; its region is unset if it is not reached.
+#[derive(Clone, Debug)]
+struct DmaSlot {
+    address: u64,
+    size: u64,
+    region: Option<Arc<Region>>,
+}
+
+/// The mappings in force. Changes make a new list, so that a refused one leaves the old.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct DmaSlots(Vec<DmaSlot>);
+
+impl DmaSlots {
+    /// These mappings and one more.
+    pub(crate) fn with(&self, request: &DmaMapRequest, file: Option<OwnedFd>) -> Result<DmaSlots, DmaError> {
+        let DmaMapRequest { flags, offset, address, size } = *request;
+        if self.0.len() == MAPS_MAX {
+            return Err(DmaError::TooMany);
+        }
+        let end = address.checked_add(size).filter(|_| size > 0 && (address | size | offset).is_multiple_of(PAGE));
+        let end = end.ok_or(DmaError::Unaligned(address))?;
+        if self.0.iter().any(|slot| address < slot.address + slot.size && slot.address < end) {
+            return Err(DmaError::Overlap(address));
+        }
+        let file = file.filter(|_| flags.contains(DmaMapFlags::READ | DmaMapFlags::WRITE));
+        let region = file.map(|file| Region::map_file(file.as_fd(), offset, size)).transpose();
+        let region = region.map_err(|source| DmaError::Map { address, source })?;
+        let mut slots = self.0.clone();
+        slots.push(DmaSlot { address, size, region });
+        Ok(DmaSlots(slots))
+    }
+
+    /// These mappings less one, as it was made, or less all.
+    pub(crate) fn without(&self, request: &DmaUnmapRequest) -> Result<DmaSlots, DmaError> {
+        let DmaUnmapRequest::One { address, size } = *request else { return Ok(DmaSlots::default()) };
+        let mut slots = self.0.clone();
+        let found = slots.iter().position(|slot| (slot.address, slot.size) == (address, size));
+        slots.remove(found.ok_or(DmaError::Unknown(address))?);
+        Ok(DmaSlots(slots))
+    }
+
+    /// How many there are.
+    pub(crate) fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// The memory as the controller finds it.
+    pub(crate) fn map(&self) -> DmaMap {
+        let mut table = RegionTable::default();
+        let ranges = self.0.iter().filter_map(|slot| {
+            let region = table.insert(Arc::clone(slot.region.as_ref()?));
+            Some(DmaRange { addr: slot.address, len: slot.size, region, offset: 0 })
+        });
+        let ranges = ranges.collect();
+        DmaMap::new(Arc::new(table), ranges).unwrap_or_else(|error| unreachable!("each mapping was checked: {error}"))
+    }
+}

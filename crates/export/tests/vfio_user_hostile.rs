@@ -1,0 +1,281 @@
+//! A vfio-user client that breaks the rules: each message with the errno it gets, or the connection is closed; and the
+//! next client is served.
+#![forbid(unsafe_code)]
+
+mod common;
+
+use std::os::fd::{AsFd, OwnedFd};
+
+use blkyard_sys::EventFd;
+use blkyard_wire::vfio_user::{
+    DmaMapFlags, DmaMapRequest, DmaUnmapRequest, HEADER_BYTES, IrqAction, IrqData, IrqRange, IrqSetRequest,
+    RegionAccess, RegionWrite, VfioRequest, irq_index,
+};
+use common::{AnyDevice, NvmeWorld, RawClient};
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+
+const ENOENT: u32 = 2;
+const EEXIST: u32 = 17;
+const EINVAL: u32 = 22;
+const ENOSPC: u32 = 28;
+const EOPNOTSUPP: u32 = 95;
+
+fn world() -> NvmeWorld {
+    NvmeWorld::new(&AnyDevice::ram(0), 2, 1)
+}
+
+fn file(bytes: u64) -> OwnedFd {
+    let file = memfd_create("host", MemfdFlags::CLOEXEC).unwrap();
+    ftruncate(&file, bytes).unwrap();
+    file
+}
+
+fn read(region: u32, offset: u64, count: u32) -> VfioRequest<'static> {
+    VfioRequest::RegionRead(RegionAccess { offset, region, count })
+}
+
+fn map(address: u64, size: u64, offset: u64) -> VfioRequest<'static> {
+    let flags = DmaMapFlags::READ | DmaMapFlags::WRITE;
+    VfioRequest::DmaMap(DmaMapRequest { flags, offset, address, size })
+}
+
+fn unmap(address: u64, size: u64) -> VfioRequest<'static> {
+    VfioRequest::DmaUnmap(DmaUnmapRequest::One { address, size })
+}
+
+/// The session goes on: NVMe version 2.0 is in its register.
+fn assert_served(client: &mut RawClient) {
+    let version = client.call(&read(0, 8, 4), &[]).unwrap();
+    assert_eq!(version[16..], [0, 0, 2, 0]);
+}
+
+#[test]
+fn streams_that_make_no_sense_end_the_session_and_the_next_client_is_served() {
+    let world = world();
+    let header = |size: u32, flags: u32| {
+        let mut bytes = [0; HEADER_BYTES];
+        bytes[2] = 4;
+        bytes[4..8].copy_from_slice(&size.to_ne_bytes());
+        bytes[8..12].copy_from_slice(&flags.to_ne_bytes());
+        bytes
+    };
+    for (what, bytes) in [
+        ("shorter than its header", header(15, 0)),
+        ("size zero", header(0, 0)),
+        ("longer than is taken", header(u32::MAX, 0)),
+        ("undefined type", header(16, 2)),
+        ("reserved flag", header(16, 1 << 6)),
+        ("a reply to nothing", header(16, 1)),
+        ("an error to nothing", header(16, 1 | 1 << 5)),
+    ] {
+        let client = RawClient::greeted(&world.path);
+        client.send(&bytes, &[]);
+        assert!(client.is_closed(), "{what}");
+    }
+    let client = RawClient::greeted(&world.path);
+    let null = std::fs::File::open("/dev/null").unwrap();
+    client.send(&header(16, 0), &[null.as_fd(); 40]);
+    assert!(client.is_closed(), "more descriptors than it was told");
+    assert_served(&mut RawClient::greeted(&world.path));
+    world.stop();
+}
+
+#[test]
+fn nothing_is_said_before_the_version_and_only_one_version_is_agreed_on() {
+    let world = world();
+    let mut client = RawClient::connect(&world.path);
+    assert_eq!(client.call(&VfioRequest::DeviceGetInfo, &[]), Err(EINVAL));
+    assert!(client.is_closed());
+    let mut client = RawClient::connect(&world.path);
+    assert_eq!(client.call(&RawClient::version(1, 0), &[]), Err(EINVAL));
+    assert!(client.is_closed());
+    let mut client = RawClient::connect(&world.path);
+    assert_eq!(client.call_raw(1, b"\0\0\x01\0{\"capabilities\":", &[]), Err(EINVAL), "no NUL at the end");
+    assert!(client.is_closed());
+    let mut client = RawClient::connect(&world.path);
+    let version = client.call(&RawClient::version(0, 7), &[]).unwrap();
+    assert_eq!(version[..4], [0, 0, 1, 0], "the minor version that is served");
+    assert_eq!(client.call(&RawClient::version(0, 1), &[]), Err(EINVAL));
+    assert_served(&mut client);
+    world.stop();
+}
+
+#[test]
+fn unknown_commands_and_those_of_a_server_are_refused() {
+    let world = world();
+    let mut client = RawClient::greeted(&world.path);
+    for command in [0, 14, 16, 17, 18, u16::MAX] {
+        assert_eq!(client.call_raw(command, &[0; 16], &[]), Err(EOPNOTSUPP), "{command}");
+    }
+    for command in [11, 12] {
+        assert_eq!(client.call_raw(command, &[0; 16], &[]), Err(EOPNOTSUPP), "{command}");
+    }
+    assert_eq!(client.call_raw(4, &[16, 0, 0], &[]), Err(EINVAL), "shorter than its structure");
+    assert_eq!(client.call_raw(13, &[0], &[]), Err(EINVAL), "longer than its structure");
+    assert_served(&mut client);
+    world.stop();
+}
+
+#[test]
+fn accesses_outside_regions_are_refused() {
+    let world = world();
+    let mut client = RawClient::greeted(&world.path);
+    let info = |index| VfioRequest::DeviceGetRegionInfo { argsz: 32, index };
+    for index in [9, 10, u32::MAX] {
+        assert_eq!(client.call(&info(index), &[]), Err(EINVAL), "region {index}");
+    }
+    for index in [5, u32::MAX] {
+        assert_eq!(client.call(&VfioRequest::DeviceGetIrqInfo { index }, &[]), Err(EINVAL), "interrupt {index}");
+    }
+    for (region, offset, count) in [
+        (7, 255, 2),
+        (7, 256, 1),
+        (7, u64::MAX, 1),
+        (7, 0, 4096),
+        (4, 4095, 2),
+        (1, 0, 4),
+        (6, 0, 1),
+        (9, 0, 1),
+        (u32::MAX, 0, 1),
+        (0, 0x2000, 4),
+        (0, u64::MAX - 3, 4),
+        (0, 0, 3),
+        (0, 0, 16),
+        (0, 2, 4),
+        (0, 0, 4097),
+        (0, 0, u32::MAX),
+        (0, 0, 0),
+    ] {
+        assert_eq!(client.call(&read(region, offset, count), &[]), Err(EINVAL), "{region} {offset:#x} {count}");
+        let access = RegionAccess { region, offset, count };
+        if count < 4096 {
+            let bytes = vec![0xff; count as usize];
+            let answer = client.call(&VfioRequest::RegionWrite(access, &bytes), &[]);
+            assert_eq!(answer, Err(EINVAL), "write {region} {offset:#x} {count}");
+        }
+    }
+    let write = RegionWrite { access: RegionAccess { region: 7, offset: 255, count: 2 }, data: [0; 8] };
+    assert_eq!(client.call(&VfioRequest::RegionWriteMulti(vec![write]), &[]), Err(EINVAL));
+    assert_eq!(client.call_raw(15, &u64::MAX.to_ne_bytes(), &[]), Err(EINVAL), "more writes than came");
+    assert_served(&mut client);
+    world.stop();
+}
+
+#[test]
+fn memory_is_mapped_in_whole_pages_of_files_and_never_twice() {
+    let world = world();
+    let mut client = RawClient::greeted(&world.path);
+    let memory = file(0x4000);
+    let fds = [memory.as_fd()];
+    assert_eq!(client.call(&map(0x10000, 0x2000, 0), &fds), Ok(vec![]));
+    for (what, request, errno) in [
+        ("address within a page", map(0x20800, 0x1000, 0), EINVAL),
+        ("part of a page", map(0x20000, 0x800, 0), EINVAL),
+        ("offset within a page", map(0x20000, 0x1000, 0x10), EINVAL),
+        ("nothing", map(0x20000, 0, 0), EINVAL),
+        ("beyond the end of the file", map(0x20000, 0x1000, 0x4000), EINVAL),
+        ("an offset that wraps", map(0x20000, 0x1000, !0xfff), EINVAL),
+        ("an address that wraps", map(!0xfff, 0x2000, 0), EINVAL),
+        ("the same again", map(0x10000, 0x2000, 0), EEXIST),
+        ("its second half", map(0x11000, 0x2000, 0), EEXIST),
+        ("all around it", map(0xf000, 0x4000, 0), EEXIST),
+        ("no mapping", unmap(0x20000, 0x1000), ENOENT),
+        ("its first half", unmap(0x10000, 0x1000), ENOENT),
+    ] {
+        let fds = if matches!(request, VfioRequest::DmaMap(_)) { &fds[..] } else { &[] };
+        assert_eq!(client.call(&request, fds), Err(errno), "{what}");
+    }
+    let (pipe, _end) = std::io::pipe().unwrap();
+    assert_eq!(client.call(&map(0x20000, 0x1000, 0), &[pipe.as_fd()]), Err(EINVAL), "a pipe");
+    assert_eq!(client.call(&map(0x20000, 0x1000, 0), &[fds[0], fds[0]]), Err(EINVAL), "two descriptors");
+    assert_eq!(client.call(&map(0x20000, 0x1000, 0), &[]), Ok(vec![]), "not reached, but not refused");
+    assert_eq!(client.call(&unmap(0x20000, 0x1000), &[]).map(|unmapped| unmapped.len()), Ok(24));
+    // One is there.
+    for number in 1..256 {
+        assert_eq!(client.call(&map(0x10_0000 + number * 0x1000, 0x1000, 0), &fds), Ok(vec![]), "{number}");
+    }
+    assert_eq!(client.call(&map(0x80_0000, 0x1000, 0), &fds), Err(ENOSPC));
+    assert_eq!(client.call(&VfioRequest::DmaUnmap(DmaUnmapRequest::All), &[]).map(drop), Ok(()));
+    assert_eq!(client.call(&map(0x80_0000, 0x1000, 0), &fds), Ok(vec![]));
+    assert_served(&mut client);
+    world.stop();
+}
+
+#[test]
+fn interrupts_that_do_not_exist_and_descriptors_that_are_none_are_refused() {
+    let world = world();
+    let mut client = RawClient::greeted(&world.path);
+    let event = EventFd::new().unwrap();
+    let set = |index, start, count, action, data| {
+        VfioRequest::DeviceSetIrqs(IrqSetRequest { range: IrqRange { index, start, count }, action, data })
+    };
+    let msix = irq_index::MSIX;
+    let (trigger, eventfds) = (IrqAction::Trigger, IrqData::SetEventfds);
+    let plain = file(0x1000);
+    assert_eq!(client.call(&set(msix, 0, 3, trigger, eventfds), &[event.as_fd(); 3]), Ok(vec![]));
+    for (what, request, fds) in [
+        ("a fourth vector", set(msix, 3, 1, trigger, eventfds), vec![event.as_fd()]),
+        ("a range that wraps", set(msix, u32::MAX, 2, trigger, eventfds), vec![event.as_fd(); 2]),
+        ("the interrupt line", set(irq_index::INTX, 0, 1, trigger, eventfds), vec![event.as_fd()]),
+        ("no such type", set(7, 0, 1, trigger, eventfds), vec![event.as_fd()]),
+        ("a mask", set(msix, 0, 1, IrqAction::Mask, IrqData::All), vec![]),
+        ("an unmask", set(msix, 0, 1, IrqAction::Unmask, IrqData::All), vec![]),
+        ("no eventfd", set(msix, 0, 1, trigger, eventfds), vec![plain.as_fd()]),
+        ("fewer descriptors than vectors", set(msix, 0, 3, trigger, eventfds), vec![event.as_fd(); 2]),
+    ] {
+        assert_eq!(client.call(&request, &fds), Err(EINVAL), "{what}");
+    }
+    assert!(!event.take());
+    assert_eq!(client.call(&set(msix, 1, 1, trigger, IrqData::All), &[]), Ok(vec![]));
+    assert!(event.take(), "what was set before stays");
+    assert_eq!(client.call(&set(msix, 0, 0, trigger, IrqData::All), &[]), Ok(vec![]));
+    assert_eq!(client.call(&set(msix, 0, 3, trigger, IrqData::Some(&[1; 3])), &[]), Ok(vec![]));
+    assert!(!event.take(), "disabled");
+    assert_served(&mut client);
+    world.stop();
+}
+
+#[test]
+fn a_controller_enabled_on_memory_that_is_not_there_fails_and_is_reset() {
+    let world = world();
+    let mut client = RawClient::greeted(&world.path);
+    let write = |offset, bytes: &'static [u8]| {
+        VfioRequest::RegionWrite(RegionAccess { offset, region: 0, count: bytes.len() as u32 }, bytes)
+    };
+    for request in [
+        write(0x24, &[7, 0, 7, 0]),
+        write(0x28, &[0, 0, 1, 0, 0, 0, 0, 0]),
+        write(0x30, &[0, 0x10, 1, 0, 0, 0, 0, 0]),
+        write(0x14, &[1, 0, 0x46, 0]),
+    ] {
+        client.call(&request, &[]).unwrap();
+    }
+    assert_eq!(client.call(&read(0, 0x1c, 4), &[]).unwrap()[16], 2, "CSTS.CFS");
+    // Doorbells of queues that do not exist, and of a controller that is not ready.
+    for offset in [0x1000, 0x1008, 0x1010, 0x1ffc] {
+        client.call(&write(offset, &[0xff; 4]), &[]).unwrap();
+    }
+    assert_eq!(client.call(&VfioRequest::DeviceReset, &[]), Ok(vec![]));
+    assert_eq!(client.call(&read(0, 0x1c, 4), &[]).unwrap()[16], 0);
+    assert_eq!(client.call(&read(0, 0x24, 4), &[]).unwrap()[16..], [0; 4], "AQA");
+    world.stop();
+}
+
+#[test]
+fn a_client_that_stops_within_a_message_or_never_reads_does_not_hold_up_the_end() {
+    let world = world();
+    let client = RawClient::greeted(&world.path);
+    client.send(&[0; HEADER_BYTES - 1], &[]);
+    world.stop();
+    assert!(client.is_closed());
+    let world = self::world();
+    let client = RawClient::greeted(&world.path);
+    // Until the answers fill the socket, and then the commands.
+    let request = read(7, 0, 256).encode(1, false);
+    for _ in 0..100_000 {
+        if !client.try_send(&request) {
+            break;
+        }
+    }
+    world.stop();
+}
