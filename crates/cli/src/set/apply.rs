@@ -374,13 +374,18 @@ fn take_back(daemon: &Daemon, number: usize, queues: usize) {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Mutex;
     use std::sync::atomic::AtomicBool;
 
     use blkyard::Device;
+    use blkyard::rate::RateSlot;
+    use blkyard_export::{BackendConfig, BoundSocket, SEG_MAX, SocketConfig, VhostUserServer};
     use blkyard_mq::{RateConfig, SchedulerConfig};
     use blkyard_os::LaneConfig;
+    use blkyard_virtio::{BlkConfig, SerialId};
 
     use super::*;
+    use crate::daemon::Share;
 
     /// A daemon with one disk and no front-end.
     fn daemon(disk: &str) -> Daemon {
@@ -398,6 +403,36 @@ mod tests {
             exports: Vec::new(),
             lanes: Arc::new(lanes.unwrap()),
         }
+    }
+
+    #[test]
+    fn queues_that_their_export_does_not_take_are_removed() {
+        let mut daemon = daemon("null:1M");
+        let (name, device_queues) = ("e".to_owned(), usize::MAX);
+        let share = Share { name: name.clone(), queues: 1, named: None, device: 0, device_queues, orders: false };
+        daemon.lanes = Arc::new(ServedLanes::start(2, vec![share], |_| LaneConfig::default()).unwrap());
+        let (serial, rate) = (SerialId::new("x").unwrap(), Arc::new(RateSlot::new(RateConfig::default())));
+        let (lanes, device) = (Arc::clone(&daemon.lanes), Arc::clone(&daemon.devices[0]));
+        let disk = BlkConfig::new(&device.info(), 1, SEG_MAX, false);
+        let maker = QueueMaker { lanes, export: 0, device, serial, rate: Arc::clone(&rate) };
+        maker.register();
+        let queue = maker.make(0).unwrap();
+        let queues = Mutex::new(vec![queue.watch()]);
+        let folder = tempfile::tempdir().unwrap();
+        let socket = SocketConfig { path: folder.path().join("s"), mode: None, group: None };
+        let config = BackendConfig { name: name.clone(), disk, queues: vec![queue], domains: Vec::new() };
+        let server = VhostUserServer::start(BoundSocket::bind(&socket).unwrap(), config).unwrap();
+        let (status, hand) = (Arc::clone(server.status()), server.hand().clone());
+        daemon.exports.push(ServedExport { name, device: 0, status, hand, serial, rate, queues, depth_max: 8 });
+        let set = |queues: &str| apply(&daemon, "export:0", [("queues".into(), queues.into())].into());
+        let known = || (daemon.exports[0].queues().len(), daemon.lanes.seen(0).lanes.len());
+        set("2").unwrap();
+        assert_eq!(known(), (2, 2));
+        server.ask_to_stop();
+        server.join();
+        let error = set("4").unwrap_err();
+        assert!(error.contains("its thread has ended"), "{error}");
+        assert_eq!(known(), (2, 2));
     }
 
     #[test]
