@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use blkyard_attach::Connector;
 use blkyard_mem::DmaDomain;
-use blkyard_mq::{DeviceInfo, Driver, QueueKind, Region, TagSet};
+use blkyard_mq::{DeviceInfo, Driver, QueueKind, Region, SECTOR_SHIFT, TagSet};
 use blkyard_os::Ring;
 
 use crate::devices::{KINDS, kind_of, no_handover};
@@ -90,11 +90,13 @@ pub trait DeviceOps: Debug + Send + Sync {
         Vec::new()
     }
 
-    /// Its backing: the bounds of its size.
+    /// Its backing: the bounds of its size. By default memory.
     ///
     /// # Errors
     /// The system's error.
-    fn backing(&self) -> io::Result<Backing>;
+    fn backing(&self) -> io::Result<Backing> {
+        Ok(Backing::Memory(self.info().capacity_sectors << SECTOR_SHIFT))
+    }
 
     /// Grows its backing.
     ///
@@ -109,11 +111,14 @@ pub trait DeviceOps: Debug + Send + Sync {
         None
     }
 
-    /// Everything beside the name that another process needs to continue with it.
+    /// Everything beside the name that another process needs to continue with it. By default a device is memory of
+    /// this process, and ends with it.
     ///
     /// # Errors
     /// The reason why none can: a clause that follows the device's name.
-    fn handover(&self) -> Result<DeviceHandover<'_>, &'static str>;
+    fn handover(&self) -> Result<DeviceHandover<'_>, &'static str> {
+        Err("its memory is lost when this daemon ends")
+    }
 
     /// Counts beside those of its queues, by name.
     fn counters(&self) -> BTreeMap<String, u64> {

@@ -59,9 +59,6 @@ pub(crate) fn no_handover(spec: &Spec) -> DeviceError {
         .into()
 }
 
-/// Why a disk in memory cannot be handed over.
-const MEMORY_ENDS: &str = "its memory is lost when this daemon ends";
-
 /// Whether completed writes may wait for a flush.
 fn take_write_back(spec: &mut Spec) -> Result<Option<bool>, SpecError> {
     spec.take_with("cache", "writeback or writethrough", |value| match value {

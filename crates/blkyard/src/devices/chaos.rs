@@ -1,14 +1,13 @@
 //! `chaos:SIZE`: a disk in memory with injected faults.
 
-use std::io;
 use std::sync::Arc;
 
-use blkyard_mq::{BlockDevice, DeviceInfo, QueueKind, SECTOR_SHIFT};
+use blkyard_mq::{BlockDevice, DeviceInfo, QueueKind};
 use blkyard_sim::{ChaosConfig, ChaosDevice};
 
 use super::memory::{RequestBounds, take_info, take_latency_us};
-use super::{DeviceKind, MEMORY_ENDS, MakeConnector};
-use crate::device::{Backing, Device, DeviceError, DeviceHandover, DeviceOps, DeviceQueue};
+use super::{DeviceKind, MakeConnector};
+use crate::device::{Device, DeviceError, DeviceOps, DeviceQueue};
 use crate::spec::{Spec, SpecError};
 
 pub(super) const KIND: DeviceKind = DeviceKind { schemes: &["chaos"], usage: "chaos:SIZE", open, adopt: None };
@@ -52,14 +51,6 @@ impl DeviceOps for ChaosDevice {
 
     fn queue(&self, _: QueueKind, depth: usize) -> Result<DeviceQueue, DeviceError> {
         Ok(Box::new(BlockDevice::queue(self, depth)))
-    }
-
-    fn backing(&self) -> io::Result<Backing> {
-        Ok(Backing::Memory(BlockDevice::info(self).capacity_sectors << SECTOR_SHIFT))
-    }
-
-    fn handover(&self) -> Result<DeviceHandover<'_>, &'static str> {
-        Err(MEMORY_ENDS)
     }
 }
 

@@ -2,14 +2,12 @@
 //!
 //! `docs/models.md` describes the models and their sources. Here they run in real time, with the lanes' clock.
 
-use std::io;
-
 use blkyard_mq::{BlockDevice, DeviceInfo, QueueKind, QueueLimits, SECTOR_SHIFT};
 use blkyard_sim::{DiskModel, FixedLatency, Flash, FlashModel, Keeps, LineModel, Model, Modelled, RotaryDisk};
 
 use super::memory::RequestBounds;
-use super::{DeviceKind, MEMORY_ENDS, MakeConnector, take_write_back};
-use crate::device::{Backing, Device, DeviceError, DeviceHandover, DeviceOps, DeviceQueue};
+use super::{DeviceKind, MakeConnector, take_write_back};
+use crate::device::{Device, DeviceError, DeviceOps, DeviceQueue};
 use crate::spec::{Spec, SpecError, parse_size};
 
 pub(super) const KIND: DeviceKind = DeviceKind { schemes: &["model"], usage: "model:NAME", open, adopt: None };
@@ -103,14 +101,6 @@ impl DeviceOps for Modelled {
 
     fn queue(&self, _: QueueKind, depth: usize) -> Result<DeviceQueue, DeviceError> {
         Ok(Box::new(BlockDevice::queue(self, depth)))
-    }
-
-    fn backing(&self) -> io::Result<Backing> {
-        Ok(Backing::Memory(BlockDevice::info(self).capacity_sectors << SECTOR_SHIFT))
-    }
-
-    fn handover(&self) -> Result<DeviceHandover<'_>, &'static str> {
-        Err(MEMORY_ENDS)
     }
 }
 

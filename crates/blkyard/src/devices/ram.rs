@@ -1,12 +1,10 @@
 //! `ram:SIZE`: a disk in memory.
 
-use std::io;
-
-use blkyard_mq::{BlockDevice, DeviceInfo, QueueKind, RamDevice, SECTOR_SHIFT};
+use blkyard_mq::{BlockDevice, DeviceInfo, QueueKind, RamDevice};
 
 use super::memory::{RequestBounds, take_info, take_pace};
-use super::{DeviceKind, MEMORY_ENDS, MakeConnector};
-use crate::device::{Backing, Device, DeviceError, DeviceHandover, DeviceOps, DeviceQueue};
+use super::{DeviceKind, MakeConnector};
+use crate::device::{Device, DeviceError, DeviceOps, DeviceQueue};
 use crate::spec::Spec;
 
 pub(super) const KIND: DeviceKind = DeviceKind { schemes: &["ram"], usage: "ram:SIZE", open, adopt: None };
@@ -30,14 +28,6 @@ impl DeviceOps for RamDevice {
 
     fn queue(&self, _: QueueKind, depth: usize) -> Result<DeviceQueue, DeviceError> {
         Ok(Box::new(BlockDevice::queue(self, depth)))
-    }
-
-    fn backing(&self) -> io::Result<Backing> {
-        Ok(Backing::Memory(BlockDevice::info(self).capacity_sectors << SECTOR_SHIFT))
-    }
-
-    fn handover(&self) -> Result<DeviceHandover<'_>, &'static str> {
-        Err(MEMORY_ENDS)
     }
 
     /// Pages never written are all the same page of zeroes, which sits in the cache.
