@@ -1,52 +1,28 @@
 //! Queues of one export that share a hardware queue, in a daemon as a user starts it.
 
-use std::io::{BufRead, BufReader, Read};
+mod common;
+
+use std::io::Read;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::Stdio;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
+use common::{Daemon, PATIENCE, Process, inspect, program, succeed};
 use serde_json::Value;
 
-/// A process that does not outlive its test.
-struct Process(Child);
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
-fn program(folder: &Path, words: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_blkyard"));
-    command.args(words).current_dir(folder);
-    command
-}
-
-fn run(folder: &Path, words: &[&str]) -> String {
-    let output = program(folder, words).output().unwrap();
-    assert!(output.status.success(), "{words:?}: {}", String::from_utf8_lossy(&output.stderr));
-    String::from_utf8(output.stdout).unwrap()
-}
-
 /// A daemon with these words and a control socket at `c`; ready.
-fn serve(folder: &Path, words: &[&str]) -> Process {
-    serve_at(folder, "c", words)
+fn serve(folder: &Path, words: &[&str]) -> Daemon {
+    Daemon::start(folder, &[&["--control", "c"], words].concat())
 }
 
-fn serve_at(folder: &Path, control: &str, words: &[&str]) -> Process {
-    let words = [&["serve", "--control", control], words].concat();
-    let mut child = program(folder, &words).stdout(Stdio::piped()).spawn().unwrap();
-    let mut said = BufReader::new(child.stdout.take().unwrap()).lines();
-    let process = Process(child);
-    assert!(said.by_ref().any(|line| line.unwrap() == "ready"), "it is not ready");
-    std::thread::spawn(move || said.for_each(drop));
-    process
+/// A daemon whose disk others use, with a control socket at `d`.
+fn serve_disk(folder: &Path, words: &[&str]) -> Daemon {
+    Daemon::start(folder, &[&["--control", "d"], words].concat())
 }
 
 fn tree(folder: &Path) -> Value {
-    serde_json::from_str(&run(folder, &["inspect", "--control", "c", "--json"])).unwrap()
+    inspect(folder, &[])
 }
 
 fn reads(tree: &Value, queue: usize, what: &str) -> u64 {
@@ -60,7 +36,7 @@ fn queues_that_share_are_counted_each() {
     let export = "vhost-user-blk:s?queues=3";
     let _daemon = serve(folder, &["--device", "ram:16M?scheduler=fair", "--export", export, "--lanes", "2"]);
     let load = ["--rw", "randread", "--bs", "4k", "--iodepth", "4", "--runtime", "1", "--output-format", "json"];
-    let report = run(folder, &[&["bench", "vhost-user:s?queues=2", "--numjobs", "2"], &load[..]].concat());
+    let report = succeed(folder, &[&["bench", "vhost-user:s?queues=2", "--numjobs", "2"], &load[..]].concat());
     let report: Value = serde_json::from_str(&report).unwrap();
     let of_job = |job: &Value| job["read"]["io_bytes"].as_u64().unwrap();
     let theirs: u64 = report["jobs"].as_array().unwrap().iter().map(of_job).sum();
@@ -75,7 +51,7 @@ fn queues_that_share_are_counted_each() {
         assert!(latency["mean_ns"].as_u64().unwrap() > 0, "{latency:#}");
     }
     assert_eq!((&queues[0]["shares_with"], &queues[1]["shown_with"]), (&serde_json::json!([1, 2]), &0.into()));
-    let shown = run(folder, &["inspect", "--control", "c"]);
+    let shown = succeed(folder, &["inspect", "--control", "c"]);
     assert!(
         shown.contains("queue 0 on lane 0: at rest, ring of 0, shares its hardware queue with queues 1, 2"),
         "{shown}"
@@ -92,15 +68,14 @@ fn verifying_load_of(folder: &Path, queues: usize, size: &str) -> Process {
     let (device, jobs) = (format!("vhost-user:s?queues={queues}"), queues.to_string());
     let words = ["bench", &device, "--numjobs", &jobs, "--rw", "randwrite", "--bs", "4k", "--iodepth", "8"];
     let words = [&words[..], &["--size", size, "--verify", "crc32c"]].concat();
-    Process(program(folder, &words).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap())
+    Process::spawn(program(folder, &words).stdout(Stdio::null()).stderr(Stdio::piped()))
 }
 
 /// Waits for its end, which is to be a good one.
-fn succeed(mut load: Process) {
-    let status = load.0.wait().unwrap();
+fn ends_well(mut load: Process) {
     let mut said = String::new();
     load.0.stderr.take().unwrap().read_to_string(&mut said).unwrap();
-    assert!(status.success(), "{said}");
+    assert!(load.ended_within(PATIENCE).is_some_and(|status| status.success()), "{said}");
 }
 
 /// The lane of each queue of the first export, and how many queues it shares its hardware queue with.
@@ -120,9 +95,9 @@ fn lanes_and_schedulers_change_under_verified_io() {
     let _daemon = serve(folder, &["--device", "ram:128M?mbps=60", "--export", export, "--lanes", "2"]);
     assert_eq!(shape(folder), [(0, 1), (0, 1), (1, 1), (1, 1)], "they share on each lane");
     let mut load = verifying_load(folder, "128M");
-    let set = |part: &str, value: &str| run(folder, &["set", "--control", "c", part, value]);
+    let set = |part: &str, value: &str| succeed(folder, &["set", "--control", "c", part, value]);
     let mut changes = 0;
-    while load.0.try_wait().unwrap().is_none() || changes < 12 {
+    while load.is_running() || changes < 12 {
         match changes % 6 {
             0 => {
                 set("device:0", "scheduler=fair");
@@ -152,7 +127,7 @@ fn lanes_and_schedulers_change_under_verified_io() {
         }
         changes += 1;
     }
-    succeed(load);
+    ends_well(load);
 }
 
 #[test]
@@ -161,29 +136,29 @@ fn added_queues_share_by_the_same_rule() {
     let folder = folder.path();
     let export = "vhost-user-blk:s?queues=2";
     let _daemon = serve(folder, &["--device", "ram:16M?scheduler=fair", "--export", export, "--lanes", "2"]);
-    run(folder, &["set", "--control", "c", "export:0", "queues=4"]);
+    succeed(folder, &["set", "--control", "c", "export:0", "queues=4"]);
     assert_eq!(shape(folder), [(0, 3); 4]);
-    succeed(verifying_load(folder, "16M"));
-    run(folder, &["set", "--control", "c", "device:0", "scheduler=none"]);
+    ends_well(verifying_load(folder, "16M"));
+    succeed(folder, &["set", "--control", "c", "device:0", "scheduler=none"]);
     assert_eq!(shape(folder), [(0, 1), (0, 1), (1, 1), (1, 1)]);
-    succeed(verifying_load(folder, "16M"));
+    ends_well(verifying_load(folder, "16M"));
 }
 
 #[test]
 fn queues_are_added_beside_io_to_an_export_of_a_device_with_few_queues() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
-    let _back_end = serve_at(folder, "d", &["--device", "ram:64M?mbps=30", "--export", "vhost-user-blk:b?queues=2"]);
+    let _back_end = serve_disk(folder, &["--device", "ram:64M?mbps=30", "--export", "vhost-user-blk:b?queues=2"]);
     let _daemon = serve(folder, &["--device", "vhost-user:b", "--export", "vhost-user-blk:s?queues=1", "--lanes", "2"]);
     let mut load = verifying_load_of(folder, 1, "64M");
     let written = || tree(folder)["exports"][0]["queues"][0]["ops"]["write"]["ios"].as_u64().unwrap();
     while written() == 0 {
-        assert!(load.0.try_wait().unwrap().is_none(), "it is over before it began");
+        assert!(load.is_running(), "it is over before it began");
     }
-    run(folder, &["set", "--control", "c", "export:0", "queues=4"]);
-    assert!(load.0.try_wait().unwrap().is_none(), "there was no I/O beside the change");
-    succeed(load);
-    succeed(verifying_load(folder, "16M"));
+    succeed(folder, &["set", "--control", "c", "export:0", "queues=4"]);
+    assert!(load.is_running(), "there was no I/O beside the change");
+    ends_well(load);
+    ends_well(verifying_load(folder, "16M"));
 }
 
 #[test]
@@ -198,20 +173,20 @@ fn lanes_change_while_front_ends_come_and_go() {
             let words = ["bench", "vhost-user:s?queues=2", "--numjobs", "2", "--rw", "randread", "--runtime", "20ms"];
             let mut sessions = 0;
             while !stop.load(Relaxed) || sessions < 20 {
-                run(folder, &words);
+                succeed(folder, &words);
                 sessions += 1;
             }
         });
         let begin = Instant::now();
         while begin.elapsed() < Duration::from_secs(5) {
             for lanes in ["lanes=1", "lanes=2"] {
-                run(folder, &["set", "--control", "c", "daemon", lanes]);
+                succeed(folder, &["set", "--control", "c", "daemon", lanes]);
             }
         }
         stop.store(true, Relaxed);
     });
-    assert!(daemon.0.try_wait().unwrap().is_none(), "the daemon has ended");
-    succeed(verifying_load_of(folder, 2, "16M"));
+    assert!(daemon.is_running(), "the daemon has ended");
+    ends_well(verifying_load_of(folder, 2, "16M"));
 }
 
 #[test]
@@ -220,20 +195,20 @@ fn queues_share_those_of_a_device_that_has_fewer() {
     let folder = folder.path();
     for queues in ["1", "2"] {
         let export = format!("vhost-user-blk:b{queues}?queues={queues}");
-        let _back_end = serve_at(folder, "d", &["--device", "ram:16M", "--export", &export]);
+        let _back_end = serve_disk(folder, &["--device", "ram:16M", "--export", &export]);
         let device = format!("vhost-user:b{queues}");
         let _daemon = serve(folder, &["--device", &device, "--export", "vhost-user-blk:s?queues=4", "--lanes", "2"]);
         let spread = vec![(0, 1), (0, 1), (1, 1), (1, 1)];
         assert_eq!(shape(folder), if queues == "1" { vec![(0, 3); 4] } else { spread });
         let mut load = verifying_load(folder, "16M");
         let mut changes = 0;
-        while load.0.try_wait().unwrap().is_none() || changes < 4 {
+        while load.is_running() || changes < 4 {
             for value in ["scheduler=deadline", "scheduler=none"] {
-                run(folder, &["set", "--control", "c", "device:0", value]);
+                succeed(folder, &["set", "--control", "c", "device:0", value]);
                 changes += 1;
             }
         }
-        succeed(load);
+        ends_well(load);
     }
 }
 
@@ -241,7 +216,7 @@ fn queues_share_those_of_a_device_that_has_fewer() {
 fn exports_of_one_device_leave_each_other_queues() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
-    let _back_end = serve_at(folder, "d", &["--device", "ram:16M", "--export", "vhost-user-blk:b?queues=3"]);
+    let _back_end = serve_disk(folder, &["--device", "ram:16M", "--export", "vhost-user-blk:b?queues=3"]);
     let words = ["--device", "vhost-user:b?share=on", "--export", "vhost-user-blk:s?queues=4"];
     let others = ["--export", "vhost-user-blk:t?queues=4", "--lanes", "2"];
     let _daemon = serve(folder, &[&words[..], &others].concat());
@@ -251,8 +226,8 @@ fn exports_of_one_device_leave_each_other_queues() {
         queues.iter().map(|queue| queue["lane"].as_u64().unwrap()).collect::<Vec<_>>()
     };
     assert_eq!([lanes(0), lanes(1)], [[0, 0, 1, 1], [1; 4]], "three queues: two for one and one for the other");
-    succeed(verifying_load(folder, "16M"));
-    run(folder, &["set", "--control", "c", "daemon", "lanes=1"]);
-    run(folder, &["set", "--control", "c", "daemon", "lanes=3"]);
-    succeed(verifying_load(folder, "16M"));
+    ends_well(verifying_load(folder, "16M"));
+    succeed(folder, &["set", "--control", "c", "daemon", "lanes=1"]);
+    succeed(folder, &["set", "--control", "c", "daemon", "lanes=3"]);
+    ends_well(verifying_load(folder, "16M"));
 }
