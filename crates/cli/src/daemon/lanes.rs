@@ -300,15 +300,17 @@ impl ServedLanes {
         placed: &mut PlacedExport,
         queue: usize,
         lane: usize,
-        virtqueue: DetachedVirtqueue,
+        mut virtqueue: DetachedVirtqueue,
     ) -> Result<(), String> {
         let living = |hw: &PlacedHwQueue| !hw.queues.is_empty();
         let on_lane = placed.hw_queues.iter().position(|hw| living(hw) && hw.lane == lane);
-        let adopt = |placed: &mut PlacedExport, hw: usize, virtqueue| {
-            adopt(placed, hw, queue, virtqueue).map_err(|(error, _)| error.to_string())
-        };
         if let Some(hw) = on_lane {
-            return adopt(placed, hw, virtqueue);
+            match adopt(placed, hw, queue, virtqueue) {
+                Ok(()) => return Ok(()),
+                // All its virtqueues are about to be closed, and it with them.
+                Err((PartError::Gone, Some(back))) => virtqueue = back,
+                Err((error, _)) => return Err(error.to_string()),
+            }
         }
         match self.make(export, placed, placed.planned(lane).max(1)) {
             Ok(made) => {
@@ -322,7 +324,7 @@ impl ServedLanes {
             // The device has no more: another lane has one.
             Err(why) => {
                 let other = placed.hw_queues.iter().position(living).ok_or(why)?;
-                adopt(placed, other, virtqueue)
+                adopt(placed, other, queue, virtqueue).map_err(|(error, _)| error.to_string())
             }
         }
     }
@@ -330,10 +332,13 @@ impl ServedLanes {
     /// A hardware queue of an export's device for these virtqueues.
     fn make(&self, export: usize, placed: &PlacedExport, queues: usize) -> Result<MadeHwQueue, String> {
         let make = placed.make.as_ref().ok_or_else(|| format!("{}: it is not served yet; try again", placed.name))?;
-        let Share { queues: all, device_queues, orders, .. } = self.share(export);
+        let Share { queues: all, device_queues, .. } = self.share(export);
         // Where it cannot be replaced by a larger one it is made for all that may come.
         let capacity = if device_queues < usize::MAX { all } else { queues };
-        Ok(MadeHwQueue { hw: make(capacity)?, capacity, is_narrow: orders })
+        let hw = make(capacity)?;
+        // Of the scheduler that it was made with: the device's may have changed meanwhile.
+        let is_narrow = hw.scheduler().orders();
+        Ok(MadeHwQueue { hw, capacity, is_narrow })
     }
 
     /// Has a new hardware queue live on a lane, where room is kept for it, with its first virtqueue.
@@ -666,21 +671,26 @@ struct MadeHwQueue {
     is_narrow: bool,
 }
 
-/// Has a hardware queue serve one more virtqueue.
+/// Has a hardware queue serve one more virtqueue, by the first of its virtqueues that is not about to be closed.
 fn adopt(
     placed: &mut PlacedExport,
     hw: usize,
     queue: usize,
-    virtqueue: DetachedVirtqueue,
+    mut virtqueue: DetachedVirtqueue,
 ) -> Result<(), (PartError, Option<DetachedVirtqueue>)> {
     let PlacedExport { queues, hw_queues, .. } = placed;
-    let member = hw_queues[hw].queues.first().and_then(|first| queues[*first].mover.as_ref());
-    match member {
-        Some(member) => member.adopt(virtqueue, ANSWER_MAX)?,
-        None => return Err((PartError::Gone, Some(virtqueue))),
+    let members = hw_queues[hw].queues.iter();
+    for member in members.filter_map(|member| queues[*member].mover.as_ref()) {
+        match member.adopt(virtqueue, ANSWER_MAX) {
+            Ok(()) => {
+                hw_queues[hw].queues.push(queue);
+                return Ok(());
+            }
+            Err((PartError::Gone, Some(back))) => virtqueue = back,
+            failed => return failed,
+        }
     }
-    hw_queues[hw].queues.push(queue);
-    Ok(())
+    Err((PartError::Gone, Some(virtqueue)))
 }
 
 impl fmt::Debug for ServedLanes {

@@ -3,7 +3,9 @@
 use super::super::placement::tests::share;
 use super::*;
 use blkyard::Device;
-use blkyard_export::{QueueShare, VirtqueueRemote, queue_pair};
+use blkyard_export::{
+    QueueHost, QueueShare, VirtqueuePort, VirtqueueRemote, VirtqueueSession, on_demand_queue, queue_pair,
+};
 use blkyard_mq::{HwQueueConfig, QueueKind};
 use blkyard_virtio::SerialId;
 use std::sync::Arc;
@@ -19,6 +21,13 @@ fn served(count: usize, shares: Vec<Share>) -> (ServedLanes, Vec<VirtqueueRemote
 
 fn open(lanes: &ServedLanes, export: usize, queue: usize) -> VirtqueueRemote {
     let (remote, port) = queue_pair();
+    make_by_ram(lanes, export);
+    lanes.move_by(export, queue, remote.mover());
+    lanes.open(export, queue, virtqueue(port)).unwrap();
+    remote
+}
+
+fn make_by_ram(lanes: &ServedLanes, export: usize) {
     lanes.make_by(
         export,
         Box::new(|queues| {
@@ -28,11 +37,45 @@ fn open(lanes: &ServedLanes, export: usize, queue: usize) -> VirtqueueRemote {
             Ok(HwQueue::new(driver, Arc::new(device.info().clone()), config))
         }),
     );
-    lanes.move_by(export, queue, remote.mover());
-    let share = QueueShare { bios: 8, depth: 8 };
-    let virtqueue = DetachedVirtqueue::new(SerialId::new("x").unwrap(), port, share, 0).unwrap();
-    lanes.open(export, queue, virtqueue).unwrap();
-    remote
+}
+
+fn virtqueue(port: VirtqueuePort) -> DetachedVirtqueue {
+    DetachedVirtqueue::new(SerialId::new("x").unwrap(), port, QueueShare { bios: 8, depth: 8 }, 0).unwrap()
+}
+
+/// Has queues of the first export served on demand, and takes them back later than they are closed.
+struct SlowHost(Arc<ServedLanes>, usize);
+
+impl QueueHost<VirtqueueSession> for SlowHost {
+    fn open(&self, port: VirtqueuePort) -> Result<(), String> {
+        self.0.open(0, self.1, virtqueue(port))
+    }
+
+    fn close(&self) {}
+}
+
+#[test]
+fn queue_opens_beside_queues_that_are_closing() {
+    let lanes = Arc::new(ServedLanes::start(1, vec![share(4, None)], |_| LaneConfig::default()).unwrap());
+    make_by_ram(&lanes, 0);
+    let open = |queue: usize| {
+        let remote = on_demand_queue(Box::new(SlowHost(Arc::clone(&lanes), queue)));
+        lanes.move_by(0, queue, remote.mover());
+        remote.open().unwrap();
+        remote
+    };
+    let (first, second) = (open(0), open(1));
+    drop(first);
+    let third = open(2);
+    assert_eq!(shape(&lanes, 0), [(0, 4, vec![0, 1, 2])], "by the one that stays");
+    drop((second, third));
+    let fourth = open(3);
+    let mut queues: Vec<_> = shape(&lanes, 0).into_iter().map(|(_, _, queues)| queues).collect();
+    queues.sort_unstable();
+    assert_eq!(queues, [vec![0, 1, 2], vec![3]], "by a hardware queue of its own");
+    drop(fourth);
+    (0..4).for_each(|queue| lanes.close(0, queue).unwrap());
+    Arc::into_inner(lanes).unwrap().join().unwrap();
 }
 
 /// The lane of each queue, export by export.
