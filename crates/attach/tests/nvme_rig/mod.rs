@@ -1,8 +1,6 @@
 //! The NVMe host over vfio-user on one thread: controller, one I/O queue, and a model of the disk that each read is
 //! compared with. It sleeps by the interrupts of the server alone.
 
-pub mod server;
-
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -20,6 +18,19 @@ const PATIENCE: Duration = Duration::from_mins(1);
 const BLOCK: u32 = 4096;
 /// Bios in flight.
 const SLOTS: u64 = 16;
+
+/// Brings the controller at a socket up, writes, reads and compares, resets it with I/O in flight, shuts it down.
+pub fn exercise(socket: &Path, has_shadow: bool) {
+    let mut rig = NvmeRig::start(socket, has_shadow);
+    let blocks = rig.blocks();
+    rig.write_and_verify(0..200, 1);
+    rig.write_and_verify((0..200).map(|number| number * 7919 % blocks), 77);
+    rig.flush();
+    rig.reset_under_load();
+    rig.write_and_verify((0..100).rev(), 3);
+    assert!(rig.interrupts > 0 && rig.ended == 1009, "{} I/Os, {} interrupts", rig.ended, rig.interrupts);
+    rig.remove();
+}
 
 struct RigDriver {
     queue: IoQueue,
