@@ -54,50 +54,56 @@ impl Weapon {
 
     /// One whose only owner will be the receiver of the message.
     fn send(&mut self, to: &UnixStream, bytes: &[u8]) {
-        match self {
-            Weapon::Fuse(fuse) => {
-                // By another process, which may hang when it ends: a file here would hang all that we start, too.
-                let mut sender = Command::new(std::env::current_exe().unwrap());
-                sender.args(["--exact", "sends_a_file", "--nocapture"]).env(FILE, fuse.file()).env(BYTES, text(bytes));
-                sender.stdin(OwnedFd::from(to.try_clone().unwrap())).stdout(Stdio::piped());
-                let mut sender = sender.spawn().unwrap();
-                let mut lines = BufReader::new(sender.stdout.take().unwrap()).lines().map_while(Result::ok);
-                assert!(lines.any(|line| line.ends_with("sent")), "the file cannot be sent");
-                // It ends once the file system is aborted, and is reaped then.
-                drop(std::thread::spawn(move || sender.wait()));
-            }
-            Weapon::Tcp(peers) => {
+        let (variable, source, listener) = match self {
+            Weapon::Fuse(fuse) => (FILE, fuse.file().into_os_string(), None),
+            Weapon::Tcp(_) => {
                 let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-                let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-                peers.push(listener.accept().unwrap().0);
-                near.set_nonblocking(true).unwrap();
-                while (&near).write(&[7; 1 << 14]).is_ok() {}
-                near.set_nonblocking(false).unwrap();
-                sockopt::set_socket_linger(&near, Some(PATIENCE * 20)).unwrap();
-                send(to, bytes, &[near.as_fd()]);
-                // The other owners may have left: then this close blocks.
-                drop(std::thread::spawn(move || drop(near)));
+                (ADDRESS, listener.local_addr().unwrap().to_string().into(), Some(listener))
             }
+        };
+        // By another process, which may hang when it ends. Here it would be inherited by each process that another
+        // thread starts meanwhile, which then closes it last, and hangs before it runs its program.
+        let mut sender = Command::new(std::env::current_exe().unwrap());
+        sender.args(["--exact", "sends_a_descriptor", "--nocapture"]).env(variable, source).env(BYTES, text(bytes));
+        sender.stdin(OwnedFd::from(to.try_clone().unwrap())).stdout(Stdio::piped());
+        let mut sender = sender.spawn().unwrap();
+        if let (Weapon::Tcp(peers), Some(listener)) = (self, listener) {
+            peers.push(listener.accept().unwrap().0);
         }
+        let mut lines = BufReader::new(sender.stdout.take().unwrap()).lines().map_while(Result::ok);
+        assert!(lines.any(|line| line.ends_with("sent")), "the descriptor cannot be sent");
+        // It ends once the file system is aborted or the peer has left, and is reaped then.
+        drop(std::thread::spawn(move || sender.wait()));
     }
 }
 
-/// For the process that sends a file: the file, and the bytes that go with it.
+/// For the process that sends a descriptor: the file or the TCP address to open, and the bytes that go with it.
 const FILE: &str = "BLKYARD_TEST_FILE";
+const ADDRESS: &str = "BLKYARD_TEST_ADDRESS";
 const BYTES: &str = "BLKYARD_TEST_BYTES";
 
 fn text(bytes: &[u8]) -> String {
     bytes.iter().map(u8::to_string).collect::<Vec<_>>().join(" ")
 }
 
-/// Not a separate test: the process that sends a file to its standard input.
+/// Not a separate test: the process that sends a descriptor to its standard input.
 #[test]
-fn sends_a_file() {
-    let Some(path) = std::env::var_os(FILE) else { return };
+fn sends_a_descriptor() {
+    let fd: OwnedFd = if let Some(path) = std::env::var_os(FILE) {
+        std::fs::File::options().read(true).write(true).open(path).unwrap().into()
+    } else if let Ok(address) = std::env::var(ADDRESS) {
+        let near = TcpStream::connect(address).unwrap();
+        near.set_nonblocking(true).unwrap();
+        while (&near).write(&[7; 1 << 14]).is_ok() {}
+        near.set_nonblocking(false).unwrap();
+        sockopt::set_socket_linger(&near, Some(PATIENCE * 20)).unwrap();
+        near.into()
+    } else {
+        return;
+    };
     let bytes: Vec<u8> = std::env::var(BYTES).unwrap().split_whitespace().map(|byte| byte.parse().unwrap()).collect();
-    let file = std::fs::File::options().read(true).write(true).open(path).unwrap();
     let to = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned().unwrap());
-    send(&to, &bytes, &[file.as_fd()]);
+    send(&to, &bytes, &[fd.as_fd()]);
     println!("sent");
     std::process::exit(0);
 }
