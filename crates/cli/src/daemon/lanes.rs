@@ -631,11 +631,21 @@ impl ServedLanes {
         let Some(index) = home.and_then(|home| placed.index_of(home)) else {
             unreachable!("a queue leaves for a hardware queue that is there")
         };
+        let lost = |why: String| SpecError::new(&name, why, "see the messages of the daemon");
         match adopt(placed, index, queue, virtqueue) {
             Ok(()) => Ok(home),
+            // The front-end closes the queues there, and this one next.
+            Err((PartError::Gone, Some(virtqueue))) => {
+                self.serve(export, placed, queue, lane, virtqueue).map_err(lost)?;
+                Ok(placed.hw_queues.iter().find(|hw| hw.queues.contains(&queue)).map(|hw| hw.number))
+            }
             Err((error, virtqueue)) => {
+                // The hardware queue that it left may have the one of the device that it needs now.
+                if let Err(error) = self.remove_unused(placed) {
+                    tracing::warn!("{name}: {error}");
+                }
                 let back = virtqueue.map_or(Ok(()), |virtqueue| self.serve(export, placed, queue, was, virtqueue));
-                back.map_err(|why| SpecError::new(&name, why, "see the messages of the daemon"))?;
+                back.map_err(lost)?;
                 Err(failed(error).into())
             }
         }

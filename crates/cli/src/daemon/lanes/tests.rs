@@ -54,16 +54,18 @@ impl QueueHost<VirtqueueSession> for SlowHost {
     fn close(&self) {}
 }
 
+fn open_by_slow_host(lanes: &Arc<ServedLanes>, queue: usize) -> VirtqueueRemote {
+    let remote = on_demand_queue(Box::new(SlowHost(Arc::clone(lanes), queue)));
+    lanes.move_by(0, queue, remote.mover());
+    remote.open().unwrap();
+    remote
+}
+
 #[test]
 fn queue_opens_beside_queues_that_are_closing() {
     let lanes = Arc::new(ServedLanes::start(1, vec![share(4, None)], |_| LaneConfig::default()).unwrap());
     make_by_ram(&lanes, 0);
-    let open = |queue: usize| {
-        let remote = on_demand_queue(Box::new(SlowHost(Arc::clone(&lanes), queue)));
-        lanes.move_by(0, queue, remote.mover());
-        remote.open().unwrap();
-        remote
-    };
+    let open = |queue| open_by_slow_host(&lanes, queue);
     let (first, second) = (open(0), open(1));
     drop(first);
     let third = open(2);
@@ -81,6 +83,20 @@ fn queue_opens_beside_queues_that_are_closing() {
 /// The lane of each queue, export by export.
 fn places(lanes: &ServedLanes) -> Vec<usize> {
     (0..lanes.exports.len()).flat_map(|export| lanes.seen(export).lanes).collect()
+}
+
+#[test]
+fn lanes_change_while_a_front_end_closes_its_queues() {
+    let lanes = Arc::new(ServedLanes::start(2, vec![share(2, None)], |_| LaneConfig::default()).unwrap());
+    make_by_ram(&lanes, 0);
+    let mut remotes: Vec<_> = (0..2).map(|queue| open_by_slow_host(&lanes, queue)).collect();
+    assert_eq!(places(&lanes), [0, 1]);
+    drop(remotes.remove(0));
+    lanes.set_lanes(1).unwrap();
+    assert_eq!(places(&lanes), [0, 0]);
+    drop(remotes);
+    (0..2).for_each(|queue| lanes.close(0, queue).unwrap());
+    Arc::into_inner(lanes).unwrap().join().unwrap();
 }
 
 #[test]
