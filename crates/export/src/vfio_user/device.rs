@@ -1,11 +1,11 @@
 //! The NVMe controller of a session: its registers and admin queue on the control path, its I/O queues on their lanes.
 //!
-//! A register, or the admin queue's doorbell, is written by a message; so the admin queue is looked at whenever one was
-//! written, and never otherwise. What the admin side asks of an I/O queue is done while that is suspended, as every
-//! change of memory, of the device and of interrupts' queues is: suspend, change, resume. So a command that deletes a
-//! queue, and a reset, are over when their message is.
+//! Registers and the doorbell of the admin queue are written by messages, so the admin queue is processed after such a
+//! write and at no other time. Commands of the admin side for an I/O queue are executed while that queue is suspended,
+//! like changes of memory, of the device and of interrupts: suspend, change, resume. A deletion of a queue and a reset
+//! are therefore complete when their message is.
 //!
-//! Not here: messages, and what they may say.
+//! Message handling is in `session.rs`.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -32,31 +32,31 @@ use crate::core::{ExportLog, LaneGone};
 
 /// The one namespace.
 const NSID: u32 = 1;
-/// Entries of an I/O queue, at most.
+/// Maximum entries of an I/O queue.
 const ENTRIES_MAX: u16 = 1024;
-/// Commands in flight of an I/O queue, at most.
+/// Maximum commands in flight of an I/O queue.
 const DEPTH: u16 = 256;
 
 /// An I/O completion queue that the host has created.
 struct CreatedQueue {
-    /// Where it is at rest.
+    /// Slot of the stopped queue.
     slot: QueueSlot,
-    /// By which it is told of doorbells; unset if there was no descriptor for it: then it is polled.
+    /// Kick eventfd for doorbell writes; unset if no descriptor was left: the queue is polled then.
     kick: Option<Arc<EventFd>>,
     vector: Option<u16>,
     is_running: bool,
 }
 
-/// The controller, and what belongs to one client.
+/// The controller and the state of its client.
 pub(crate) struct NvmeFunction {
     pub(crate) pci: PciFunction,
     controller: Controller,
     /// Memory of the doorbell registers.
     registers: View,
     dma: DmaSlots,
-    /// Keeps the memory mapped for the device, whatever its queues do meanwhile.
+    /// Keeps the memory mapped for the device, independent of its queues.
     mappings: Vec<DmaMapping>,
-    /// By identifier of the completion queue, from 1 on.
+    /// Indexed by identifier of the completion queue, from 1.
     queues: Vec<Option<CreatedQueue>>,
     /// Eventfd of each vector.
     vectors: Vec<Option<Arc<EventFd>>>,
@@ -67,10 +67,10 @@ pub(crate) struct NvmeFunction {
 }
 
 impl NvmeFunction {
-    /// A controller as after a power-on, for the client at this connection.
+    /// A controller after power-on, for the client of this connection.
     ///
     /// # Errors
-    /// There is no memory.
+    /// The system has no memory left.
     pub(crate) fn new(
         config: &VfioUserExport,
         connection: &Arc<UnixStream>,
@@ -122,7 +122,7 @@ impl NvmeFunction {
         self.queues.iter().flatten().count()
     }
 
-    /// Reads a register. Behind the last one all is zero.
+    /// Reads a register. Offsets after the last register read as zero.
     pub(crate) fn read_register(&self, offset: u64, bytes: usize) -> Result<u64, RegisterFault> {
         match self.controller.read_register(offset, bytes) {
             Err(RegisterFault::Outside(_)) => Ok(0),
@@ -130,7 +130,7 @@ impl NvmeFunction {
         }
     }
 
-    /// Writes a register, and does what follows from it. The inner result is the client's fault.
+    /// Writes a register, and executes its effects. The inner result is the errno of the client.
     pub(crate) fn write_register(
         &mut self,
         config: &VfioUserExport,
@@ -141,18 +141,18 @@ impl NvmeFunction {
         match self.controller.write_register(offset, bytes, value) {
             Ok(Some(cqid)) if cqid > 0 => self.kick(cqid),
             Ok(_) => self.update(config)?,
-            // Behind the last register nothing is stored.
+            // Writes after the last register are ignored.
             Err(RegisterFault::Outside(_)) => {}
             Err(fault) => return Ok(Err(fault)),
         }
         Ok(Ok(()))
     }
 
-    /// Executes admin commands and hands on what they ask of queues; has queues run that are at rest.
+    /// Executes admin commands, passes on their requests to queues, and resumes stopped queues.
     pub(crate) fn update(&mut self, config: &VfioUserExport) -> Result<(), VfioSessionError> {
         self.take_replies();
         let mut is_posted = false;
-        // The doorbell is written by messages only, so the commands here are at most those of one ring.
+        // The doorbell is written by messages only, so at most one ring of commands is pending.
         loop {
             is_posted |= self.controller.poll(self.began.elapsed().as_nanos() as u64);
             let mut is_asked = false;
@@ -171,7 +171,7 @@ impl NvmeFunction {
         Ok(())
     }
 
-    /// Adds a mapping. The inner result is the client's fault.
+    /// Adds a mapping. The inner result is the errno of the client.
     pub(crate) fn map(
         &mut self,
         config: &VfioUserExport,
@@ -184,7 +184,7 @@ impl NvmeFunction {
         }
     }
 
-    /// Removes mappings. The inner result is the client's fault.
+    /// Removes mappings. The inner result is the errno of the client.
     pub(crate) fn unmap(
         &mut self,
         config: &VfioUserExport,
@@ -196,7 +196,7 @@ impl NvmeFunction {
         }
     }
 
-    /// Sets or removes the eventfd of a vector, which exists.
+    /// Sets or removes the eventfd of an existing vector.
     pub(crate) fn set_vector(
         &mut self,
         config: &VfioUserExport,
@@ -212,18 +212,18 @@ impl NvmeFunction {
         Ok(())
     }
 
-    /// Signals the eventfd of a vector, if there is one.
+    /// Signals the eventfd of a vector, if set.
     pub(crate) fn signal(&self, vector: u32) {
         if let Some(Some(eventfd)) = self.vectors.get(vector as usize) {
             eventfd.signal_shared();
         }
     }
 
-    /// Resets the function: all is as after a power-on but memory and eventfds.
+    /// Resets the function: restores the power-on state except for memory and eventfds.
     pub(crate) fn reset(&mut self, config: &VfioUserExport) -> Result<(), VfioSessionError> {
         self.suspend_all(config)?;
         self.queues.fill_with(|| None);
-        // What the queues of before had to say concerns nobody any more.
+        // Replies of the deleted queues are obsolete.
         self.replies.take();
         self.controller = new_controller(&config.disk, &self.registers, &self.dma)?;
         self.pci = PciFunction::new(self.bar0_bytes(), self.vectors.len() as u16);
@@ -231,13 +231,13 @@ impl NvmeFunction {
         Ok(())
     }
 
-    /// The device is this from now on; queues are at rest.
+    /// Changes the device; all queues are suspended.
     pub(crate) fn set_device(&mut self, config: &VfioUserExport) -> Result<(), VfioSessionError> {
         self.controller.set_namespaces(namespaces(&config.disk.info));
         self.update(config)
     }
 
-    /// Has all queues finish what they fetched.
+    /// Drains all queues.
     pub(crate) fn suspend_all(&mut self, config: &VfioUserExport) -> Result<(), LaneGone> {
         let asked: Vec<_> = self
             .queues
@@ -249,16 +249,16 @@ impl NvmeFunction {
                 Some(remote.suspend())
             })
             .collect();
-        // All of them are waited for, whatever became of one.
+        // All suspensions are awaited, also after one has failed.
         let waited: Vec<_> = asked.into_iter().map(|suspension| suspension?.wait()).collect();
         waited.into_iter().try_for_each(|rested| rested.map(drop))
     }
 
-    /// Does what the admin side asks.
+    /// Executes a request of the admin side.
     fn obey(&mut self, config: &VfioUserExport, request: ControllerRequest) -> Result<(), VfioSessionError> {
         match request {
             ControllerRequest::Create(queue) => self.create(queue),
-            // A device does not take a request back, and to look for it would wait for the device.
+            // Devices cannot cancel a request, and a search for the command would have to wait for the device.
             ControllerRequest::Queue(cqid, ControllerQueueCommand::Abort { sqid, cid }) => {
                 self.controller.reply(cqid, ControllerQueueReply::AbortDone { sqid, cid, is_aborted: false });
             }
@@ -285,7 +285,7 @@ impl NvmeFunction {
         self.queues[place] = Some(CreatedQueue { slot, kick, vector, is_running: false });
     }
 
-    /// Hands a command to an I/O queue, which is at rest afterwards.
+    /// Passes a command to an I/O queue, which is stopped afterwards.
     fn command(
         &mut self,
         config: &VfioUserExport,
@@ -298,7 +298,7 @@ impl NvmeFunction {
             config.queues[place].suspend()?.wait()?;
         }
         let slot = Arc::clone(&created.slot);
-        // What it said before this command. Nothing of it may come after the queue is gone.
+        // Takes earlier replies: none may arrive after the queue is gone.
         self.take_replies();
         let mut queue = slot.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(queue) = queue.as_mut() else { return Ok(()) };
@@ -318,7 +318,7 @@ impl NvmeFunction {
         }
     }
 
-    /// Tells a queue that one of its doorbells was written.
+    /// Signals a queue that one of its doorbells was written.
     fn kick(&self, cqid: u16) {
         let queue = self.queues.get(usize::from(cqid) - 1).and_then(Option::as_ref);
         if let Some(kick) = queue.and_then(|queue| queue.kick.as_ref()) {
@@ -326,13 +326,13 @@ impl NvmeFunction {
         }
     }
 
-    /// Makes durable what has completed, whichever queue it came by. Says whether that worked.
+    /// Makes all completed writes durable, on any queue. Returns whether the flush succeeded.
     fn flush(&mut self, config: &VfioUserExport) -> Result<bool, VfioSessionError> {
         let running = self.queues.iter().position(|queue| queue.as_ref().is_some_and(|queue| queue.is_running));
         if let Some(place) = running {
             return Ok(config.queues[place].flush()?);
         }
-        // A queue without a session has nothing to flush: one without commands is run for it.
+        // A flush needs a session: a session without commands runs for it.
         let setup = self.setup(&config.name, 0, None);
         config.queues[0].run(setup)?.map_err(VfioSessionError::Queue)?;
         let is_durable = config.queues[0].flush()?;
@@ -340,7 +340,7 @@ impl NvmeFunction {
         Ok(is_durable)
     }
 
-    /// Has all queues run that are at rest.
+    /// Resumes all stopped queues.
     fn resume(&mut self, config: &VfioUserExport) -> Result<(), VfioSessionError> {
         for (place, remote) in config.queues.iter().enumerate().take(self.queues.len()) {
             let Some(created) = self.queues[place].as_ref().filter(|created| !created.is_running) else { continue };
@@ -367,7 +367,7 @@ impl NvmeFunction {
         }
     }
 
-    /// Suspends the queues, replaces the memory, and goes on.
+    /// Suspends the queues, replaces the memory, and resumes them.
     fn set_memory(&mut self, config: &VfioUserExport, dma: DmaSlots) -> Result<(), VfioSessionError> {
         self.suspend_all(config)?;
         self.dma = dma;
@@ -376,7 +376,7 @@ impl NvmeFunction {
         self.update(config)
     }
 
-    /// Has the device map what the controller reaches now.
+    /// Maps the controller's present memory for the device.
     fn map_for_device(&mut self) {
         let table = self.controller.memory().table();
         let regions: Vec<_> = table.iter().map(|(_, region)| Arc::clone(region)).collect();
@@ -399,7 +399,7 @@ fn new_controller(disk: &NvmeDisk, registers: &View, dma: &DmaSlots) -> io::Resu
     Controller::new(options, registers.clone(), &dma.map(), namespaces(&disk.info))
 }
 
-/// One namespace; none if the device's logical blocks cannot be those of a namespace.
+/// The only namespace; none if the device's logical blocks cannot be represented.
 fn namespaces(info: &DeviceInfo) -> NamespaceTable {
     let mut table = NamespaceTable::new(NSID);
     table.set(NSID, ServedNamespace::new(NSID, 0, info));

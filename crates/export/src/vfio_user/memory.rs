@@ -1,7 +1,7 @@
 //! The memory a client shares with the controller: DMA mappings by descriptor.
 //!
-//! A mapping without a descriptor, or one that the controller may not both read and write, is accepted and not reached:
-//! a command that names it fails with Data Transfer Error or Invalid Field, as for an address that is not mapped.
+//! A mapping without a descriptor, or without both read and write permission, is accepted but not mapped. A command
+//! that uses it fails with Data Transfer Error or Invalid Field, as for an unmapped address.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -11,12 +11,12 @@ use blkyard_nvme::{DmaMap, DmaRange};
 use blkyard_wire::vfio_user::{DmaMapFlags, DmaMapRequest, DmaUnmapRequest};
 use rustix::io::Errno;
 
-/// Mappings that one client may have; it is told so.
+/// Maximum number of mappings of a client, announced in the version message.
 pub(crate) const MAPS_MAX: usize = 256;
-/// Bytes of the pages in which memory is mapped.
+/// Page size of mappings, bytes.
 pub(crate) const PAGE: u64 = 4096;
 
-/// Why a mapping is refused. Those before it stay.
+/// Reason for refusing a mapping. Earlier mappings stay.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum DmaError {
     #[error("more than {MAPS_MAX} mappings")]
@@ -32,7 +32,7 @@ pub(crate) enum DmaError {
 }
 
 impl DmaError {
-    /// What the client is told.
+    /// Errno for the client.
     pub(crate) fn errno(&self) -> Errno {
         match self {
             DmaError::TooMany => Errno::NOSPC,
@@ -43,7 +43,7 @@ impl DmaError {
     }
 }
 
-/// A mapping; its region is unset if it is not reached.
+/// A mapping; the region is unset if the mapping is accepted but not mapped.
 #[derive(Clone, Debug)]
 struct DmaSlot {
     address: u64,
@@ -51,12 +51,12 @@ struct DmaSlot {
     region: Option<Arc<Region>>,
 }
 
-/// The mappings in force. Changes make a new list, so that a refused one leaves the old.
+/// The current mappings. A change makes a new list, so a refused change has no effect.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct DmaSlots(Vec<DmaSlot>);
 
 impl DmaSlots {
-    /// These mappings and one more.
+    /// Returns these mappings and one more.
     pub(crate) fn with(&self, request: &DmaMapRequest, file: Option<OwnedFd>) -> Result<DmaSlots, DmaError> {
         let DmaMapRequest { flags, offset, address, size } = *request;
         if self.0.len() == MAPS_MAX {
@@ -75,7 +75,7 @@ impl DmaSlots {
         Ok(DmaSlots(slots))
     }
 
-    /// These mappings less one, as it was made, or less all.
+    /// Returns these mappings without one, identified by its exact range, or without all.
     pub(crate) fn without(&self, request: &DmaUnmapRequest) -> Result<DmaSlots, DmaError> {
         let DmaUnmapRequest::One { address, size } = *request else { return Ok(DmaSlots::default()) };
         let mut slots = self.0.clone();
@@ -84,12 +84,12 @@ impl DmaSlots {
         Ok(DmaSlots(slots))
     }
 
-    /// How many there are.
+    /// Number of mappings.
     pub(crate) fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// The memory as the controller finds it.
+    /// The memory as the controller accesses it.
     pub(crate) fn map(&self) -> DmaMap {
         let mut table = RegionTable::default();
         let ranges = self.0.iter().filter_map(|slot| {

@@ -1,17 +1,17 @@
-//! The configuration space of the PCI function, and its MSI-X table: bytes with a mask of those that a client writes.
+//! The configuration space of the PCI function and its MSI-X table: bytes, with a mask of the writable bits.
 //!
-//! The client decides what the bits mean to its guest: it maps the BARs, and delivers interrupts by the eventfds of
-//! DEVICE_SET_IRQS. So nothing here depends on the bus master bit, or on a mask in the table.
+//! The client maps the BARs and delivers interrupts by the eventfds of DEVICE_SET_IRQS. The bus master bit and the
+//! masks in the table therefore have no effect here.
 
 /// Bytes of configuration space.
 pub(crate) const CONFIG_BYTES: usize = 256;
 /// Bytes of BAR 4: the MSI-X table in its first half, the pending bits in its second.
 pub(crate) const MSIX_BYTES: usize = 4096;
-/// Entries that fit into the first half.
+/// MSI-X entries that fit the first half of BAR 4.
 pub(crate) const VECTORS_MAX: u16 = (MSIX_BYTES / 2 / ENTRY_BYTES) as u16;
 
 const ENTRY_BYTES: usize = 16;
-/// Vendor and device: those under which the project that defined vfio-user and SPDK serve NVMe controllers.
+/// Vendor and device id: those used by libvfio-user and SPDK for NVMe controllers.
 const VENDOR: u16 = 0x4e58;
 const DEVICE: u16 = 1;
 /// Mass storage, non-volatile memory, NVM Express I/O controller.
@@ -26,7 +26,7 @@ const MSIX_ID: u8 = 0x11;
 /// BAR of the MSI-X table.
 const MSIX_BAR: u32 = 4;
 
-/// Bytes that a client reads, and writes where it may.
+/// Readable bytes with their write mask.
 #[derive(Clone, Debug)]
 struct MaskedBytes {
     bytes: Vec<u8>,
@@ -60,7 +60,7 @@ impl MaskedBytes {
     }
 }
 
-/// The PCI function, as after a reset or as written since.
+/// State of the PCI function.
 #[derive(Clone, Debug)]
 pub(crate) struct PciFunction {
     config: MaskedBytes,
@@ -68,7 +68,7 @@ pub(crate) struct PciFunction {
 }
 
 impl PciFunction {
-    /// A function with so many bytes of BAR 0, a power of two, and so many vectors.
+    /// A function after reset, with this size of BAR 0 in bytes (a power of two) and this number of vectors.
     pub(crate) fn new(bar0_bytes: u64, vectors: u16) -> PciFunction {
         let mut config = MaskedBytes::new(CONFIG_BYTES);
         config.set(0x00, &VENDOR.to_le_bytes(), &[]);
@@ -77,7 +77,7 @@ impl PciFunction {
         config.set(0x06, &[STATUS_CAPABILITIES], &[]);
         config.set(0x09, &CLASS, &[]);
         config.set(0x0c, &[0], &[0xff]);
-        // Address bits below the size of a BAR read as zero, which is how its size is found.
+        // Address bits below the size of a BAR read as zero; hosts find the size by this.
         let bar = |bytes: u64| ((!(bytes - 1)) as u32).to_le_bytes();
         config.set(0x10, &BAR_64.to_le_bytes(), &bar(bar0_bytes));
         config.set(0x14, &[0; 4], &[0xff; 4]);
@@ -95,18 +95,18 @@ impl PciFunction {
         let mut msix = MaskedBytes::new(MSIX_BYTES);
         for entry in (0..usize::from(vectors)).map(|vector| vector * ENTRY_BYTES) {
             msix.set(entry, &[0; 12], &[0xfc, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff]);
-            // Masked.
+            // The mask bit of the entry.
             msix.set(entry + 12, &[1], &[1]);
         }
         PciFunction { config, msix }
     }
 
-    /// Reads configuration space; unset if the access leaves it.
+    /// Reads configuration space; unset for an access outside of it.
     pub(crate) fn read_config(&self, offset: u64, to: &mut [u8]) -> Option<()> {
         self.config.read(offset, to)
     }
 
-    /// Writes configuration space, as far as it can be written.
+    /// Writes the writable bits of configuration space.
     pub(crate) fn write_config(&mut self, offset: u64, from: &[u8]) -> Option<()> {
         self.config.write(offset, from)
     }
@@ -116,7 +116,7 @@ impl PciFunction {
         self.msix.read(offset, to)
     }
 
-    /// Writes BAR 4, as far as it can be written.
+    /// Writes the writable bits of BAR 4.
     pub(crate) fn write_msix(&mut self, offset: u64, from: &[u8]) -> Option<()> {
         self.msix.write(offset, from)
     }

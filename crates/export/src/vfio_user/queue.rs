@@ -1,9 +1,8 @@
-//! The session of one I/O completion queue: commands of a host, with its submission queues, as the core's queues have
-//! them.
+//! The session of one I/O completion queue: a host's commands and submission queues behind the core's queue interface.
 //!
-//! The queue itself is [`ControllerIoQueue`], which turns commands into bios and writes completions. While the
-//! session runs, it belongs to the lane; at rest it is parked in its [`QueueSlot`], where the control path hands it
-//! what the admin side asks. So the two never touch it at the same time, and no command crosses threads.
+//! The queue itself is [`ControllerIoQueue`], which turns commands into bios and writes completions. A running queue
+//! belongs to its lane. A stopped queue is parked in its [`QueueSlot`], where the control path passes it the commands
+//! of the admin side. The two never access it at the same time, and no command crosses threads.
 //!
 //! The kick is an eventfd of our own: the control path signals it when a message writes a doorbell of the queue.
 //!
@@ -28,11 +27,11 @@ const ROUND_MAX: usize = 64;
 /// Failures of commands that wait for the admin side; more are not logged.
 const FAILURES_MAX: usize = 64;
 
-/// What running queues tell the admin side.
+/// Replies and failures of running queues for the admin side.
 #[derive(Debug)]
 pub(crate) struct ReplyQueue {
     replies: Mutex<Vec<(u16, ControllerQueueReply)>>,
-    /// Signalled for what the admin side should know soon.
+    /// Signalled when a reply or failure is queued.
     eventfd: EventFd,
 }
 
@@ -45,16 +44,17 @@ impl ReplyQueue {
         Ok(ReplyQueue { replies: Mutex::default(), eventfd: EventFd::new()? })
     }
 
-    /// All that has come.
+    /// Takes all queued replies.
     pub(crate) fn take(&self) -> Vec<(u16, ControllerQueueReply)> {
-        // Before the look: what comes later signals again.
+        // Cleared before the queue is read: a later entry signals again.
         self.eventfd.take();
         std::mem::take(&mut *self.replies.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     #[cold]
     fn push(&self, cqid: u16, reply: ControllerQueueReply) {
-        // Failures are read by a log page, which comes as a message. A host cannot cause a wake-up with each of them.
+        // A host reads failures by a log page, which arrives as a message, so it cannot cause a wake-up with each
+        // failure.
         let is_failure = matches!(reply, ControllerQueueReply::Failed(_));
         let mut replies = self.replies.lock().unwrap_or_else(PoisonError::into_inner);
         if is_failure && replies.len() >= FAILURES_MAX {
@@ -74,15 +74,15 @@ impl AsFd for ReplyQueue {
     }
 }
 
-/// Where an I/O queue is while no session runs it.
+/// Storage of an I/O queue without a running session.
 pub(crate) type QueueSlot = Arc<Mutex<Option<Box<ControllerIoQueue>>>>;
 
-/// All an I/O queue needs to run.
+/// Setup of an I/O queue session.
 pub struct NvmeQueueSetup {
     /// For messages: the queue's number in its export.
     pub(crate) name: String,
     pub(crate) log: Arc<ExportLog>,
-    /// Unset for a session that has no commands, and only flushes what came before it.
+    /// Unset for a session without commands, which only flushes earlier writes.
     pub(crate) slot: Option<QueueSlot>,
     /// The regions that bios point into.
     pub(crate) table: Arc<RegionTable>,
@@ -90,15 +90,15 @@ pub struct NvmeQueueSetup {
     /// Interrupt of the queue's vector.
     pub(crate) call: Option<Arc<EventFd>>,
     pub(crate) replies: Arc<ReplyQueue>,
-    /// The connection, to be closed should the shared memory go away under us.
+    /// Connection to the client; closed if the shared memory is truncated.
     pub(crate) connection: Arc<UnixStream>,
 }
 
-/// The host's side of an I/O completion queue that runs.
+/// The host's side of a running I/O completion queue.
 pub struct NvmeQueueSession {
     name: String,
     log: Arc<ExportLog>,
-    /// Where the queue goes at rest.
+    /// Slot to return the queue to when it stops.
     slot: Option<QueueSlot>,
     queue: Option<Box<ControllerIoQueue>>,
     table: Arc<RegionTable>,
@@ -117,7 +117,7 @@ impl QueueSession for NvmeQueueSession {
     type Base = ();
     type Refusals = ();
 
-    /// As many as the longest transfer in pages needs. One whose SGL has many short pieces takes more.
+    /// Initial segment capacity: the pages of the longest transfer. SGLs with many short segments grow it.
     const SEGMENTS: usize = TRANSFER_BYTES as usize / 4096 + 1;
 
     fn start(setup: NvmeQueueSetup) -> Result<NvmeQueueSession, String> {
@@ -145,7 +145,7 @@ impl QueueSession for NvmeQueueSession {
     fn set_call<Cx: ?Sized + SignalEventfd>(&mut self, call: Option<Arc<EventFd>>, signals: &mut QueueSignals<'_, Cx>) {
         signals.forget_call();
         self.call = call;
-        // The host may have missed one that went to the old descriptor.
+        // The host may have missed a call on the previous descriptor.
         self.call(signals);
     }
 
@@ -154,7 +154,7 @@ impl QueueSession for NvmeQueueSession {
         self.is_broken
     }
 
-    /// Fetches no more from this queue.
+    /// Stops fetching from this queue.
     #[cold]
     fn stop(&mut self, why: &str) {
         if !std::mem::replace(&mut self.is_broken, true) {
@@ -167,7 +167,7 @@ impl QueueSession for NvmeQueueSession {
         self.table.is_faulted()
     }
 
-    /// A command that was fetched stays in the controller's queue until it is complete.
+    /// Zero: fetched commands stay in the controller's queue until they complete.
     fn left(&self) -> usize {
         0
     }
@@ -187,7 +187,7 @@ impl QueueSession for NvmeQueueSession {
             let Some(mut bio) = feed.take() else { break };
             match queue.fetch(&mut bio) {
                 NextBio::Bio(token) => feed.submit(bio, token),
-                // Refused, or complete without a device.
+                // Refused, or completed without a device request.
                 NextBio::Without => feed.put_back(bio),
                 NextBio::Unavailable => {
                     feed.put_back(bio);
@@ -214,7 +214,7 @@ impl QueueSession for NvmeQueueSession {
 
     #[inline]
     fn end_round<Cx: ?Sized + SignalEventfd>(&mut self, _signals: &mut QueueSignals<'_, Cx>) -> bool {
-        // Also without work: looking for some touches the memory.
+        // Also checked in rounds without work, since polling reads the memory.
         if self.is_lost() {
             self.lose();
         }
@@ -228,11 +228,11 @@ impl QueueSession for NvmeQueueSession {
         is_ready
     }
 
-    /// The event indexes stay: the host writes a doorbell more than it needs to, at most.
+    /// Event indexes are left unchanged: the host only writes doorbell registers more often than needed.
     fn disarm(&mut self) {}
 
     fn rest<Cx: ?Sized + SignalEventfd>(mut self, _signals: &mut QueueSignals<'_, Cx>) {
-        // Doorbells are written by the host's registers from now on, as if it slept.
+        // While the queue is stopped, the host writes doorbell registers, as for a sleeping queue.
         self.arm();
         if let Some(slot) = &self.slot {
             *slot.lock().unwrap_or_else(PoisonError::into_inner) = self.queue.take();
@@ -259,7 +259,7 @@ impl NvmeQueueSession {
         }
     }
 
-    /// Passes on what the queue has to say to the admin side.
+    /// Passes replies and failures to the admin side.
     #[inline]
     fn tell(&mut self) {
         let Some(queue) = &mut self.queue else { return };
@@ -268,7 +268,7 @@ impl NvmeQueueSession {
         }
     }
 
-    /// The memory was cut short. Ends the control path's session, which suspends all queues and lets go of the memory.
+    /// Handles truncated memory: ends the control path's session, which suspends all queues and releases the memory.
     #[cold]
     fn lose(&mut self) {
         if !self.is_broken {

@@ -1,7 +1,7 @@
 //! One client, from its first message to its last.
 //!
-//! A message that makes no sense is answered with an errno, and the session goes on; a stream that makes no sense ends
-//! it. Owned by its export, which handles one message at a time, without waiting for the client.
+//! An invalid message is answered with an errno, and the session continues. An invalid byte stream ends the session.
+//! Owned by its export, which handles one message at a time without waiting for the client.
 
 use std::convert::Infallible;
 use std::io;
@@ -28,12 +28,11 @@ use crate::core::{
     Accepted, AwaitedFd, Changed, ExportLog, ExportedDisk, FrontEndSession, LaneGone, SessionEnd, SessionStep,
 };
 
-/// Bytes of data in one message: no region needs more in one access. So each answer fits into the socket once that is
-/// writable.
+/// Maximum data bytes of one message. No region needs larger accesses, so each reply fits a writable socket.
 const DATA_BYTES_MAX: u32 = 4096;
-/// Descriptors with one message.
+/// Maximum number of descriptors with one message.
 const DESCRIPTORS_MAX: usize = 32;
-/// Bytes that are read at once; a whole message fits.
+/// Bytes of one read of the socket; a whole message fits.
 const READ_BYTES: usize = 16 << 10;
 /// Region of the MSI-X table: BAR 4.
 const MSIX_REGION: u32 = 4;
@@ -41,33 +40,33 @@ const MSIX_REGION: u32 = 4;
 const REGIONS: u32 = 9;
 const IRQS: u32 = 5;
 
-/// Why a session ends.
+/// Reason for the end of a session.
 #[derive(Debug, thiserror::Error)]
 pub enum VfioSessionError {
     /// The client closed the connection.
     #[error("the client left")]
     Left,
-    /// The stream is none of messages.
+    /// The byte stream is invalid.
     #[error(transparent)]
     Frame(#[from] FrameError),
-    /// A reply came, and nothing was asked; or a command before the version.
+    /// A reply without a request, or a command before VERSION.
     #[error("the client sent a message out of turn")]
     OutOfTurn,
     /// The client speaks another version.
     #[error("the client speaks version {major}.{minor}; 0.1 is served")]
     Version {
-        /// The client's.
+        /// The client's major version.
         major: u16,
-        /// The client's.
+        /// The client's minor version.
         minor: u16,
     },
-    /// The socket failed, or there is no memory or descriptor.
+    /// The socket failed, or the system has no memory or descriptors left.
     #[error("{0}")]
     System(#[from] io::Error),
-    /// A queue does not run.
+    /// A queue cannot run.
     #[error("a queue does not run: {0}")]
     Queue(String),
-    /// The lane of a queue has ended: no session can go on, or begin.
+    /// The lane of a queue has ended: no session can continue or start.
     #[error(transparent)]
     LaneGone(#[from] LaneGone),
 }
@@ -78,13 +77,13 @@ impl From<Errno> for VfioSessionError {
     }
 }
 
-/// What a session needs of the system.
+/// System resources of a session.
 pub struct VfioSessionReserve {
     set: Epoll,
     replies: Arc<ReplyQueue>,
 }
 
-/// What there is to see of a session.
+/// State of a session for inspection.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct VfioSessionView {
     /// DMA mappings.
@@ -93,7 +92,7 @@ pub struct VfioSessionView {
     pub io_queues: usize,
 }
 
-/// Why a command is refused.
+/// Reason for refusing a command.
 type RefusedMessage = (Errno, String);
 
 /// A session over vfio-user.
@@ -102,20 +101,20 @@ pub struct VfioUserSession {
     log: Arc<ExportLog>,
     connection: Arc<UnixStream>,
     reader: FrameReader<OwnedFd>,
-    /// Set once a version is agreed on.
+    /// Set once the version is negotiated.
     function: Option<NvmeFunction>,
     replies: Arc<ReplyQueue>,
-    /// The two descriptors below in one.
+    /// Epoll set of the two descriptors below.
     set: Arc<Epoll>,
     awaited: Option<(Registered<Arc<UnixStream>>, Registered<Arc<ReplyQueue>>)>,
-    /// It has no room for an answer.
+    /// The connection has no room for a reply.
     lacks_room: bool,
     /// The lane of a queue has ended.
     is_lane_gone: bool,
 }
 
 impl VfioUserSession {
-    /// Takes what has come, and handles a message that is whole by now. False if none is.
+    /// Reads available bytes, and handles a complete message. Returns false if there is none.
     fn turn(&mut self) -> Result<bool, VfioSessionError> {
         if self.awaited.is_none() {
             let messages = self.set.register(Arc::clone(&self.connection), 0, EventFlags::IN)?;
@@ -127,8 +126,8 @@ impl VfioUserSession {
         {
             function.update(&self.config)?;
         }
-        // Room for the answer comes before the question: one that asks and never reads would keep us in the middle of
-        // an answer, out of reach.
+        // The reply must fit before a command is read: otherwise a client that never reads replies would block the
+        // session.
         let lacks_room = !is_ready(&*self.connection, PollFlags::OUT);
         if std::mem::replace(&mut self.lacks_room, lacks_room) != lacks_room
             && let Some((messages, _)) = &self.awaited
@@ -147,7 +146,7 @@ impl VfioUserSession {
         let mut bytes = [0; READ_BYTES];
         loop {
             let wanted = self.reader.wanted().min(READ_BYTES);
-            // Room for one too many, so that too many are seen.
+            // One more than allowed, so that an excess descriptor is detected.
             let received =
                 match recv_fds(&*self.connection, &mut bytes[..wanted], DESCRIPTORS_MAX + 1, RecvFlags::DONTWAIT) {
                     Err(Errno::AGAIN) => return Ok(None),
@@ -167,7 +166,7 @@ impl VfioUserSession {
         }
     }
 
-    /// Carries a command out, and answers it.
+    /// Executes a command and sends the reply.
     fn handle(&mut self, frame: Frame<OwnedFd>) -> Result<(), VfioSessionError> {
         let Frame { header, payload, descriptors } = frame;
         let MessageHeader { id, command, kind, .. } = header;
@@ -192,7 +191,7 @@ impl VfioUserSession {
         if !no_reply {
             self.send(&message)?;
         }
-        // Nothing can be said without a version.
+        // Before the version is negotiated there is no reply format.
         if is_first && !(is_version && answer.is_ok()) {
             return Err(VfioSessionError::OutOfTurn);
         }
@@ -207,7 +206,7 @@ impl VfioUserSession {
         Ok(())
     }
 
-    /// The first message: with it the controller is powered on.
+    /// The first message; it powers the controller on.
     fn agree(&mut self, version: &VfioVersion) -> Result<Result<VfioReply<'static>, RefusedMessage>, VfioSessionError> {
         let VfioVersion { major, minor, .. } = *version;
         if major != VERSION.0 {
@@ -228,7 +227,7 @@ impl VfioUserSession {
         Ok(Ok(VfioReply::Version(VfioVersion { major, minor: minor.min(VERSION.1), capabilities })))
     }
 
-    /// Carries out a command. The inner result is what the client is told.
+    /// Executes a command. The inner result is the reply to the client.
     fn carry_out<'a>(
         &mut self,
         request: &VfioRequest<'_>,
@@ -309,7 +308,7 @@ fn errno_of(error: &MessageError) -> Errno {
     if matches!(error, MessageError::UnknownCommand(_)) { Errno::OPNOTSUPP } else { Errno::INVAL }
 }
 
-/// Sets eventfds of vectors, or triggers them. The inner result is the client's fault.
+/// Sets eventfds of vectors, or triggers them. The inner result is the errno of the client.
 fn set_irqs(
     function: &mut NvmeFunction,
     config: &VfioUserExport,
@@ -323,7 +322,7 @@ fn set_irqs(
     };
     match set.data {
         IrqData::SetEventfds => {
-            // All of them are looked at before one is set.
+            // All descriptors are checked before the first is set.
             let eventfds: Result<Vec<_>, _> = descriptors.into_iter().map(EventFd::from_foreign).collect();
             let eventfds = match eventfds {
                 Ok(eventfds) => eventfds,
@@ -338,7 +337,7 @@ fn set_irqs(
                 function.set_vector(config, vector, None)?;
             }
         }
-        // An empty range disables them all.
+        // An empty range disables all vectors.
         IrqData::All if range.count == 0 => {
             for vector in 0..function.vectors() {
                 function.set_vector(config, vector, None)?;
@@ -410,7 +409,7 @@ impl FrontEndSession for VfioUserSession {
     type Queue = NvmeQueueSession;
     type Disk = NvmeDisk;
     type Reserve = VfioSessionReserve;
-    /// Sessions are not handed over.
+    /// Never constructed: sessions are not handed over.
     type State = Infallible;
     type Start = ();
     type View = VfioSessionView;
@@ -464,7 +463,7 @@ impl FrontEndSession for VfioUserSession {
         }
     }
 
-    /// A message, room for an answer, or what a queue says.
+    /// Waits for a message, room for a reply, or replies of a queue.
     fn interest(&self) -> (AwaitedFd, EventFlags) {
         (Arc::clone(&self.set) as _, EventFlags::IN)
     }
@@ -473,7 +472,7 @@ impl FrontEndSession for VfioUserSession {
         change(&mut self.config)
     }
 
-    /// The host is told by an asynchronous event, if it asked for such.
+    /// The host is notified by an asynchronous event, if it has requested one.
     fn change(&mut self, info: &Arc<DeviceInfo>) -> Result<Changed, String> {
         let Some(function) = &mut self.function else { return self.config.change(info).map(|()| Changed::Unseen) };
         function.suspend_all(&self.config).map_err(|gone| gone.to_string())?;

@@ -1,6 +1,6 @@
-//! Common mistakes of front-ends, with their log lines: memory that is not shared, and more queues than are served.
+//! Log lines for common mistakes of front-ends: unshared memory, and more queues than are served.
 //!
-//! Logs only. Refusals are decided elsewhere.
+//! Only logs; refusals are decided elsewhere.
 
 use blkyard_virtio::RingSetupError;
 
@@ -11,7 +11,7 @@ use crate::vhost_user::memory::Memory;
 const SHARE: &str = "start QEMU with -object memory-backend-memfd,id=mem,size=SIZE,share=on -machine memory-backend=mem, \
                      where SIZE is that of -m";
 
-/// Why a ring cannot be set up.
+/// Cause of a failed ring set-up.
 pub(crate) fn no_ring(memory: &Memory, error: RingSetupError) -> String {
     match error {
         RingSetupError::Unreachable { what, addr, .. } if !memory.has_user_addr(addr) => {
@@ -25,21 +25,21 @@ pub(crate) fn no_ring(memory: &Memory, error: RingSetupError) -> String {
     }
 }
 
-/// Log text for a guest's ring in blank memory.
+/// Log text for a ring in zeroed guest memory.
 pub(crate) fn blank_memory() -> String {
-    // QEMU before 11 sends the descriptor of memory that it maps for itself alone.
+    // QEMU before 11 sends the descriptor of memory that it maps privately.
     format!(
         "the guest's memory is probably not shared: its first MiB reads as zeros, so the guest would wait for ever; {SHARE}"
     )
 }
 
-/// Log text for a queue that is not served.
+/// Log text for a queue beyond those served.
 pub(crate) fn no_queue(index: u32, served: usize) -> String {
     let cure = more_queues(served);
     format!("no queue {index}: {served} are served; {cure}")
 }
 
-/// Log text for a front-end that leaves on learning the number of queues.
+/// Log text for a front-end that disconnects after reading the number of queues.
 pub(crate) fn left_at_queues(served: usize) -> String {
     let cure = more_queues(served);
     format!("the front-end disconnected after it read that {served} queues are served; if it needs more, {cure}")

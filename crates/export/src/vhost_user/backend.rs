@@ -1,9 +1,9 @@
 //! The control path of one vhost-user-blk export: handles the front-end's messages.
 //!
-//! Owned by its export, which handles one message at a time. It keeps the front-end's settings of each ring; a ring
-//! runs while it has size, addresses and a kick descriptor and is enabled. Before a change under a running ring, of
-//! memory above all, the ring is suspended: it drains, and continues from the same position (see [`rings`]). Rings and
-//! requests are never touched here.
+//! Owned by its export, which handles one message at a time. It keeps the front-end's settings of each ring. A ring
+//! runs while it is enabled and has size, addresses and a kick descriptor. Before a change under a running ring, mainly
+//! of memory, the ring is suspended: it drains, and continues from the same position (see [`rings`]). Rings and
+//! requests are never accessed here.
 
 mod log;
 mod messages;
@@ -38,11 +38,11 @@ use crate::vhost_user::{BackendConfig, VirtqueueRemote};
 
 use rings::{Kick, Vring, may_have_size};
 
-/// Queues one export may have: as many as QEMU gives a vhost-user-blk device.
+/// Maximum number of queues of an export, as for QEMU's vhost-user-blk device.
 pub const QUEUES_MAX: u16 = 64;
-/// Entries one ring may have: QEMU's bound for virtio devices.
+/// Maximum ring size, entries: QEMU's bound for virtio devices.
 pub const QUEUE_SIZE_MAX: u16 = 1024;
-/// Data segments of a request: as many as fit a ring of 128 with header and status, the value of other back-ends.
+/// Maximum data segments of a request: a ring of 128 less header and status, as in other back-ends.
 pub const SEG_MAX: u32 = 126;
 
 /// Supported protocol features.
@@ -63,7 +63,7 @@ pub(crate) struct Backend {
     memory: Memory,
     /// Keeps the memory mapped for the device, independent of its queues.
     mappings: Vec<DmaMapping>,
-    /// Whether it was checked for signs of a guest.
+    /// Whether the memory was checked for signs of a running guest.
     memory_seen: bool,
     /// In-flight records of the queues, if the front-end keeps such memory.
     records: Option<Records>,
@@ -71,19 +71,20 @@ pub(crate) struct Backend {
     log: Option<Arc<DirtyLog>>,
     /// Eventfd that announces log entries, if the front-end wants it.
     log_eventfd: Option<Arc<EventFd>>,
-    /// Negotiated features; empty before.
+    /// Negotiated features; empty before negotiation.
     features: Features,
-    /// The same of the protocol; and all that it ever took, by which something may have been set up.
+    /// Negotiated protocol features, and all that were negotiated at any time, since earlier messages may depend on
+    /// them.
     protocol: Option<u64>,
     protocol_ever: u64,
-    /// Whether writes may wait for a flush; undefined before the negotiation.
+    /// Whether writes may need a flush; undefined before negotiation.
     write_back: Arc<AtomicBool>,
     connection: Arc<UnixStream>,
-    /// Where its lines go, but for those of debugging.
+    /// Log of the export, for all lines except debug lines.
     lines: Arc<ExportLog>,
     /// Back-end channel to the front-end.
     channel: Option<BackendChannel>,
-    /// The lane of one of the queues has ended: no session can continue, or begin.
+    /// The lane of a queue has ended: no session can continue or start.
     lane_gone: bool,
 }
 
@@ -110,11 +111,11 @@ impl Backend {
         }
     }
 
-    /// Drains the queues, releases the guest's memory, and returns the queues for the next session. Without their lane
-    /// there is no next session; the queues on other lanes are drained all the same.
+    /// Drains the queues, releases the guest's memory, and returns the queues for the next session. Returns none if a
+    /// lane has ended; queues on other lanes are drained in any case.
     pub(crate) fn end(mut self) -> (BackendConfig, Result<()>) {
         let _ = self.suspend_all();
-        // One that did not drain has lost its lane, and its poller with it.
+        // A queue that did not drain has lost its lane and its poller.
         self.config.queues.iter().for_each(VirtqueueRemote::close);
         (self.config, if self.lane_gone { Err(Error::BackendInternalError) } else { Ok(()) })
     }
@@ -128,7 +129,7 @@ impl Backend {
         self.channel = Some(channel);
     }
 
-    /// Changes the device: queues drain, change and continue. The front-end is notified of another size.
+    /// Changes the device: queues drain, change and resume. The front-end is notified of a changed size.
     pub(crate) fn change(&mut self, info: &Arc<DeviceInfo>) -> std::result::Result<Changed, String> {
         let resized = info.capacity_sectors != self.config.disk.info().capacity_sectors;
         let running = self.suspend_all().map_err(|error| error.to_string())?;
@@ -148,8 +149,8 @@ impl Backend {
         }
     }
 
-    /// State with which another process continues the session, with the received part of a message. The queues drain,
-    /// and stay so; returns those that ran.
+    /// Handover state of the session, with the received part of a message. The queues drain and stay quiesced; returns
+    /// the indexes of those that ran.
     pub(crate) fn hand_over(&mut self, part: Message) -> (Vec<usize>, std::result::Result<SessionState, String>) {
         let running = match self.suspend_all() {
             Ok(running) => running,
@@ -163,7 +164,7 @@ impl Backend {
         (running, state().map_err(|error: std::io::Error| error.to_string()))
     }
 
-    /// The handover has failed: resumes.
+    /// Resumes the queues after a failed handover.
     pub(crate) fn go_on(&mut self, running: Vec<usize>) {
         for index in running {
             if let Err(error) = self.run_if_ready(index) {
@@ -197,13 +198,13 @@ impl Backend {
         Ok(&mut self.vrings[index as usize])
     }
 
-    /// Logs why a message is refused; the front-end only hears that it is.
+    /// Logs the reason for a refused message; the front-end only learns of the refusal.
     fn refuse(&self, what: &str, why: impl std::fmt::Display) -> Error {
         self.lines.warn(format_args!("{what} refused: {why}"));
         Error::InvalidParam
     }
 
-    /// Updates whether writes need a flush to be durable, from the negotiation (virtio 1.2, 5.2.5.1).
+    /// Updates from the negotiated features whether writes need a flush to be durable (virtio 1.2, 5.2.5.1).
     fn update_write_back(&self) {
         let flush = self.features.contains(Features::FLUSH);
         let wce = self.config.disk.wce();
@@ -266,7 +267,7 @@ impl VhostUserBackendReqHandlerMut for Backend {
             self.features = taken;
             self.update_write_back();
         }
-        // Without protocol features there is no message that enables a ring.
+        // Without protocol features no message enables a ring.
         if !taken.contains(Features::PROTOCOL_FEATURES) {
             self.vrings.iter_mut().for_each(|vring| vring.enabled = true);
         }
@@ -369,7 +370,7 @@ impl VhostUserBackendReqHandlerMut for Backend {
         self.suspend(index as usize)?;
         let features = self.features;
         let vring = self.vring(index)?;
-        // Stopped now: it starts again with the next kick descriptor.
+        // Stops the ring; the next kick descriptor starts it again.
         vring.kick = Kick::Unknown;
         Ok(VhostUserVringState::new(index, vring.base(features).bits()))
     }
@@ -409,7 +410,7 @@ impl VhostUserBackendReqHandlerMut for Backend {
 
     fn get_config(&mut self, offset: u32, size: u32, _flags: VhostUserConfigFlags) -> Result<Vec<u8>> {
         self.config.disk.read(offset, size).ok_or_else(|| {
-            // The session continues after this message, so a warning would let the front-end fill our log.
+            // The session continues after this message, so a warning would let the front-end fill the log.
             tracing::debug!("{}: {size} bytes at {offset} of the configuration are not there", self.config.name);
             Error::InvalidParam
         })
@@ -429,7 +430,7 @@ impl VhostUserBackendReqHandlerMut for Backend {
     }
 
     fn set_backend_req_fd(&mut self, _channel: FrontEndChannel) {
-        // Our copy can send messages that this one cannot: see `Backend::set_channel`.
+        // Our duplicate can send messages that this one cannot: see `Backend::set_channel`.
     }
 
     fn set_gpu_socket(&mut self, _gpu_backend: GpuBackend) -> Result<()> {

@@ -3,8 +3,8 @@
 //! The front-end sends one end of a socket with a message. The message layer takes that end and cannot send our
 //! messages, so we keep a copy of the end.
 //!
-//! No reply is requested: the front-end reads the configuration over the other connection while it handles our message,
-//! and two sides that wait for each other wait without end.
+//! No reply is requested: the front-end may read the configuration over the other connection while it handles our
+//! message, so waiting for a reply could deadlock.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -19,27 +19,27 @@ use crate::vhost_user::wire::{Message, VERSION};
 pub(crate) struct BackendChannel(OwnedFd);
 
 impl BackendChannel {
-    /// The channel that a message brings, if it is of that kind. The message keeps its own.
+    /// The channel from a message of that kind; the message keeps its own descriptor.
     pub(crate) fn of(message: &Message) -> Option<BackendChannel> {
         let brings = message.request() == Some(FrontendReq::SET_BACKEND_REQ_FD.into());
         brings.then(|| message.files.first()?.try_clone().ok().map(BackendChannel)).flatten()
     }
 
-    /// Our end, for the next process.
+    /// Duplicate of our end, for the next process.
     pub(crate) fn end(&self) -> &OwnedFd {
         &self.0
     }
 
-    /// Reports a changed configuration. A front-end that has not read an earlier report loses nothing if this one does
-    /// not fit: it will read the configuration of that time.
+    /// Reports a changed configuration. If an unread report fills the socket, this one is dropped: the front-end will
+    /// read the latest configuration anyway.
     ///
     /// # Errors
-    /// The other end is gone, or invalid.
+    /// The other end is closed or invalid.
     pub(crate) fn config_changed(&self) -> io::Result<()> {
         let words = [u32::from(BackendReq::CONFIG_CHANGE_MSG), VERSION, 0];
         let message: Vec<u8> = words.into_iter().flat_map(u32::to_ne_bytes).collect();
         match send(self.0.as_fd(), &message, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
-            // Twelve bytes go into a stream whole or not at all.
+            // Twelve bytes enter a stream socket completely or not at all.
             Ok(_) | Err(rustix::io::Errno::AGAIN) => Ok(()),
             Err(error) => Err(error.into()),
         }

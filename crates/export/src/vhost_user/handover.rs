@@ -1,7 +1,7 @@
-//! Handover of a session as messages: those of a front-end whose rings begin at the current positions.
+//! Handover of a session as messages: those of a front-end whose rings start at the current positions.
 //!
-//! The next process feeds them to its own message layer, so they are checked like any others, and there is one way to
-//! set a session up.
+//! The next process passes them to its own message layer, so they are checked like all others and there is only one way
+//! to set up a session.
 
 use std::os::fd::OwnedFd;
 
@@ -12,12 +12,12 @@ use crate::vhost_user::wire::Message;
 pub struct SessionState {
     /// The connection.
     pub connection: OwnedFd,
-    /// Queues that it was offered.
+    /// Number of queues offered to the front-end.
     pub queues: u16,
     /// Received part of a message.
     pub part: Message,
     /// Messages that set the session up and start no queue.
     pub setup: Vec<Message>,
-    /// Those that let its queues run.
+    /// Messages that start its queues.
     pub run: Vec<Message>,
 }

@@ -1,8 +1,8 @@
-//! The memory of a session's in-flight records, with which another daemon can continue after this one's death.
+//! The memory of a session's in-flight records, from which another daemon continues after a crash.
 //!
-//! Made here when the front-end asks for it, kept by the front-end, and passed to the next back-end: the same daemon,
-//! an older or newer one, another program. Received memory is checked before it is mapped. `blkyard_virtio` defines its
-//! content.
+//! Allocated here when the front-end requests it, kept by the front-end, and passed to the next back-end: the same
+//! daemon, an older or newer one, or another program. Received memory is checked before it is mapped. `blkyard_virtio`
+//! defines its content.
 
 use std::fs::File;
 use std::io;
@@ -13,11 +13,11 @@ use blkyard_mem::{MapError, Region};
 use blkyard_virtio::{Features, Inflight, inflight_bytes};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
-/// Zeroed memory for the records of so many queues of the negotiated format, as a file with a sealed length; and its
-/// length in bytes.
+/// Zeroed memory for the records of this number of queues in the negotiated format, as a file with a sealed length; and
+/// its length in bytes.
 ///
 /// # Errors
-/// The system gives no memory or descriptor.
+/// The system has no memory or descriptors left.
 pub(crate) fn make(features: Features, queues: u16, queue_size: u16) -> io::Result<(File, u64)> {
     let bytes = u64::from(queues) * inflight_bytes(features, queue_size) as u64;
     let file = memfd_create("blkyard-inflight", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
@@ -26,7 +26,7 @@ pub(crate) fn make(features: Features, queues: u16, queue_size: u16) -> io::Resu
     Ok((file.into(), bytes))
 }
 
-/// Why a region was not taken.
+/// Reason for refusing a region.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum RecordError {
     #[error(transparent)]
@@ -43,7 +43,7 @@ pub(crate) struct Records {
 }
 
 impl Records {
-    /// Maps the front-end's memory: a length at an offset in a file.
+    /// Maps the front-end's memory: length and offset in a file.
     pub(crate) fn map(
         features: Features,
         file: &File,
@@ -64,16 +64,16 @@ impl Records {
     /// The front-end's description of it, and a duplicate of its file.
     ///
     /// # Errors
-    /// No descriptors are left.
+    /// The system has no descriptors left.
     pub(crate) fn announced(&self) -> io::Result<(Vec<u8>, OwnedFd)> {
         let Some((file, offset)) = self.region.file() else { unreachable!("records are kept in a file") };
         let places = [self.region.len() as u64, offset].map(u64::to_ne_bytes).concat();
-        // And two that are not used.
+        // Two unused fields.
         let counts = [self.queues, self.queue_size, 0, 0].map(u16::to_ne_bytes).concat();
         Ok(([places, counts].concat(), file.try_clone_to_owned()?))
     }
 
-    /// The record of one queue, which is longer for a packed ring; `None` without one.
+    /// The record of one queue, longer for a packed ring; `None` if there is none.
     pub(crate) fn part(&self, features: Features, queue: usize) -> Option<Inflight> {
         let bytes = inflight_bytes(features, self.queue_size);
         let place = (queue < usize::from(self.queues)).then_some(queue * bytes)?;

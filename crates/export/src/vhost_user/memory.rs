@@ -1,4 +1,4 @@
-//! The memory a front-end shares with us: a table of regions that comes whole, or slot by slot.
+//! The memory shared by a front-end: a table of regions, received as a whole or region by region.
 
 use std::fs::File;
 use std::io;
@@ -9,11 +9,11 @@ use std::sync::atomic::Ordering;
 use blkyard_mem::{MapError, Region, RegionTable, View};
 use blkyard_virtio::{GuestMemory, GuestRange};
 
-/// Regions one front-end may have, as many as QEMU's memory slots in practice.
+/// Maximum number of regions of a front-end: the number of memory slots in QEMU in practice.
 pub(crate) const SLOTS_MAX: usize = 64;
 
-/// Memory that no guest with a driver at work has left blank: the first MiB has the vectors and data of a PC's BIOS, or
-/// a kernel's parameters and tables.
+/// Size of the low memory that a guest with a running driver has written: the first MiB holds the BIOS vectors and data
+/// of a PC, or a kernel's parameters and tables.
 const LOW_BYTES: u64 = 1 << 20;
 
 /// A region in a message.
@@ -26,7 +26,7 @@ pub(crate) struct Announced {
 }
 
 impl Announced {
-    /// As a message has it.
+    /// A region as described by a message.
     pub(crate) fn words(&self) -> [u64; 4] {
         [self.guest_addr, self.len, self.user_addr, self.file_offset]
     }
@@ -45,7 +45,7 @@ pub(crate) enum MemoryError {
     Overlap(String),
 }
 
-/// The regions in force.
+/// The current regions.
 #[derive(Debug, Default)]
 pub(crate) struct Memory {
     slots: Vec<(Announced, Arc<Region>)>,
@@ -72,18 +72,18 @@ impl Memory {
         self.slots.iter().map(|(_, region)| Arc::clone(region)).collect()
     }
 
-    /// How many regions there are, and their bytes all together.
+    /// Number of regions, and their total bytes.
     pub(crate) fn extent(&self) -> (usize, u64) {
         (self.slots.len(), self.slots.iter().map(|(announced, _)| announced.len).sum())
     }
 
-    /// Whether an address of the front-end lies in one of the regions.
+    /// Whether a front-end address lies in one of the regions.
     pub(crate) fn has_user_addr(&self, addr: u64) -> bool {
         self.slots.iter().any(|(slot, _)| addr.wrapping_sub(slot.user_addr) < slot.len)
     }
 
-    /// Whether the memory of a guest, which begins at guest address 0, reads as zeroes where firmware or a kernel
-    /// loader always leaves data.
+    /// Whether the low memory of a guest, from guest address 0, reads as zeros where firmware or a kernel loader always
+    /// writes data.
     pub(crate) fn is_blank(&self) -> bool {
         let Some((slot, region)) = self.slots.iter().find(|(slot, _)| slot.guest_addr == 0) else { return false };
         let len = slot.len.min(LOW_BYTES) as usize & !7;
@@ -99,7 +99,7 @@ impl Memory {
         })
     }
 
-    /// Maps a whole new table.
+    /// Maps a complete new table.
     pub(crate) fn table(announced: &[(Announced, File)]) -> Result<Memory, MemoryError> {
         let mut memory = Memory::default();
         for (announced, file) in announced {
@@ -108,7 +108,7 @@ impl Memory {
         Ok(memory)
     }
 
-    /// These regions and one more.
+    /// Returns these regions and one more.
     pub(crate) fn with(&self, announced: Announced, file: &File) -> Result<Memory, MemoryError> {
         if self.slots.len() == SLOTS_MAX {
             return Err(MemoryError::TooMany);
@@ -120,7 +120,7 @@ impl Memory {
         Ok(Memory { slots })
     }
 
-    /// These regions less one, found by its addresses and size.
+    /// Returns these regions without one, identified by its addresses and size.
     pub(crate) fn without(&self, announced: &Announced) -> Result<Memory, MemoryError> {
         let same = |slot: &Announced| {
             slot.guest_addr == announced.guest_addr

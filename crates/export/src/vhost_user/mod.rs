@@ -1,6 +1,6 @@
 //! The vhost-user-blk back-end: its messages, and a virtqueue as a client queue of the core.
 //!
-//! The messages of the control path come through the `vhost` crate. `core` does not depend on it.
+//! Messages of the control path are parsed by the `vhost` crate. `core` does not depend on it.
 
 mod advice;
 mod backend;
@@ -25,19 +25,19 @@ pub use wire::{MESSAGE_BYTES_MAX, MESSAGE_FILES_MAX, Message};
 
 /// Configuration of a vhost-user export.
 pub type BackendConfig = core::ExportConfig<VhostUserSession>;
-/// A vhost-user export that serves.
+/// A serving vhost-user export.
 pub type VhostUserServer = core::Server<VhostUserSession>;
-/// A vhost-user export that is about to be taken over.
+/// A vhost-user export prepared for a takeover.
 pub type VhostUserTaking = core::Taking<VhostUserSession>;
 /// State of a vhost-user export, for other threads.
 pub type VhostUserStatus = core::ExportStatus<SessionView>;
-/// A handle on a vhost-user export.
+/// Handle to control a vhost-user export.
 pub type VhostUserHand = core::ExportHand<VhostUserSession>;
-/// A vhost-user export that is handed over, with drained queues.
+/// Handover state of a vhost-user export, with drained queues.
 pub type VhostUserState = core::ExportState<SessionState>;
 /// A hardware queue and the virtqueues that feed it.
 pub type VirtqueuePoller<D> = core::QueuePoller<D, VirtqueueSession>;
-/// A virtqueue between two hardware queues.
+/// A virtqueue detached from its hardware queue, on its way to another.
 pub type DetachedVirtqueue = core::DetachedQueue<VirtqueueSession>;
 /// The lane's end of a virtqueue.
 pub type VirtqueuePort = core::QueuePort<VirtqueueSession>;

@@ -1,6 +1,6 @@
-//! One front-end, from its first message to its last, or from where another process stopped.
+//! The session of one front-end, from its first message or from its handover state to its end.
 //!
-//! Owned by its export, which handles one message at a time, without waiting for the front-end.
+//! Owned by its export, which handles one message at a time without waiting for the front-end.
 
 use std::io;
 use std::os::unix::net::UnixStream;
@@ -31,12 +31,12 @@ pub struct VhostUserSession {
     connection: Arc<UnixStream>,
     /// The front-end's last message.
     last: Option<u32>,
-    /// It has no room for an answer.
+    /// The connection has no room for a reply.
     lacks_room: bool,
 }
 
 impl VhostUserSession {
-    /// A front-end without messages so far; `sockets` are those of the message layer.
+    /// A front-end that has sent no message yet; `sockets` are those of the message layer.
     fn new(
         connection: UnixStream,
         sockets: RelaySockets,
@@ -61,13 +61,13 @@ impl VhostUserSession {
         self.backend.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether the front-end has room for an answer, or is gone.
+    /// Whether the front-end has room for a reply, or is gone.
     fn may_answer(&self) -> bool {
-        // Writable means three quarters of the buffer are free, and no answer is longer than a page.
+        // Writable means that three quarters of the buffer are free; a reply is at most a page long.
         is_ready(&*self.connection, PollFlags::OUT)
     }
 
-    /// Reads available bytes, and handles a message that is whole by now. False if none is.
+    /// Reads available bytes, and handles a complete message. Returns false if there is none.
     fn turn(&mut self) -> Result<bool, Error> {
         let Some(message) = self.inbox.take(&self.connection)? else { return Ok(false) };
         self.last = message.request();
@@ -129,7 +129,7 @@ impl FrontEndSession for VhostUserSession {
         for message in &state.setup {
             session.handle(message).1.map_err(|error| error.to_string())?;
         }
-        // Before the other process has let go.
+        // Before the other process has ended its service.
         session.ours().open_queues(&state.run)?;
         Ok((session, state.run))
     }
@@ -139,8 +139,8 @@ impl FrontEndSession for VhostUserSession {
     }
 
     fn step(&mut self) -> SessionStep<Error> {
-        // Room for the answer comes before the question: one that asks and never reads would keep us in the middle of
-        // an answer, out of reach.
+        // The reply must fit before a message is read: otherwise a front-end that never reads replies would block the
+        // session.
         self.lacks_room = !self.may_answer();
         if self.lacks_room {
             return SessionStep::Waiting;
@@ -152,7 +152,7 @@ impl FrontEndSession for VhostUserSession {
         }
     }
 
-    /// A message, or room for an answer.
+    /// Waits for a message, or for room for a reply.
     fn interest(&self) -> (AwaitedFd, EventFlags) {
         (Arc::clone(&self.connection) as _, if self.lacks_room { EventFlags::OUT } else { EventFlags::IN })
     }
@@ -161,7 +161,7 @@ impl FrontEndSession for VhostUserSession {
         change(self.ours().config_mut())
     }
 
-    /// Notifies the front-end of another size.
+    /// Notifies the front-end of a changed size.
     fn change(&mut self, info: &Arc<DeviceInfo>) -> Result<Changed, String> {
         self.ours().change(info)
     }
@@ -183,7 +183,7 @@ impl FrontEndSession for VhostUserSession {
 
     fn end(self, end: &SessionEnd<Error>) -> (BackendConfig, Result<(), Error>) {
         let VhostUserSession { log, backend, relay, connection, last, .. } = self;
-        // The message layer's share of the back-end; the connection stays open until the queues have finished.
+        // The message layer's reference to the back-end; the connection stays open until the queues have drained.
         drop(relay);
         let Some(backend) = Arc::into_inner(backend) else {
             unreachable!("the message layer had the only other share")

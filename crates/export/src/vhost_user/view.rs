@@ -2,16 +2,16 @@
 
 use blkyard_virtio::Features;
 
-/// A front-end that is connected, as its export knows it.
+/// A connected front-end, as seen by its export.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SessionView {
     /// Negotiated features.
     pub features: Features,
-    /// Regions of memory it shares.
+    /// Number of shared memory regions.
     pub regions: usize,
-    /// Their bytes, all together.
+    /// Total bytes of these regions.
     pub memory_bytes: u64,
-    /// Whether it can be notified of a changed configuration.
+    /// Whether it can be notified of a configuration change.
     pub has_channel: bool,
     /// Its settings of each queue.
     pub queues: Vec<VringView>,
@@ -20,10 +20,10 @@ pub struct SessionView {
 /// A front-end's settings of a queue.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct VringView {
-    /// Entries of its ring; zero before it says.
+    /// Ring size, entries; zero while unset.
     pub size: u16,
-    /// It may run.
+    /// Whether the ring is enabled.
     pub enabled: bool,
-    /// It runs.
+    /// Whether the ring is running.
     pub running: bool,
 }

@@ -1,8 +1,8 @@
-//! The session of one virtqueue: a guest's ring, its requests and its eventfds, as the core's queues have them.
+//! The session of one virtqueue: a guest's ring, requests and eventfds behind the core's queue interface.
 //!
-//! Chains are fetched while a bio is free to carry them, parsed into it, and completed when it is back. A malformed
-//! chain is completed with an error here; a malformed ring stops the virtqueue with a counted reason. Draining, bounds
-//! and commands are the core's.
+//! A chain is fetched while a free bio exists, parsed into it, and completed when the bio returns. A malformed chain is
+//! completed with an error; a malformed ring stops the virtqueue with a counted reason. Draining, bounds and commands
+//! belong to the core.
 //!
 //! Owned by a lane, in a [`VirtqueuePoller`](crate::VirtqueuePoller).
 
@@ -24,14 +24,14 @@ use blkyard_virtio::{
 use crate::core::{BioFeed, ExportLog, FetchPace, QueueSession, QueueSignals, RingView};
 use crate::vhost_user::notes::Notes;
 
-/// Chains fetched in one round, at most: as many as there are bios by default.
+/// Maximum chains fetched in one round: the default number of bios.
 const ROUND_MAX: usize = 256;
 
-/// The same while writes are logged for the front-end: a request may name 4 GiB of memory without moving any of it, an
-/// unknown one for instance, and logging that takes a millisecond.
+/// The same limit while writes are logged. A request, for instance one of unknown type, may name 4 GiB of memory
+/// without transferring data, and logging that takes a millisecond.
 const NOTED_ROUND_MAX: usize = 16;
 
-/// All a virtqueue needs to run.
+/// Setup of a virtqueue session.
 pub struct VirtqueueSetup {
     /// For messages: the queue's number in its export.
     pub(crate) name: String,
@@ -41,38 +41,38 @@ pub struct VirtqueueSetup {
     pub(crate) size: u16,
     /// Position of the ring.
     pub(crate) base: RingBase,
-    /// Its in-flight record, which has the position once it has been used.
+    /// In-flight record of the queue, which contains the position once used.
     pub(crate) record: Option<Inflight>,
-    /// Where it notes which of the guest's pages it writes.
+    /// Log of written guest pages.
     pub(crate) notes: Option<Notes>,
     pub(crate) kick: Option<Arc<EventFd>>,
     pub(crate) call: Option<Arc<EventFd>>,
     pub(crate) error: Option<Arc<EventFd>>,
     pub(crate) disk: DiskView,
-    /// The connection, to be closed should the shared memory go away under us.
+    /// Connection to the front-end; closed if the shared memory is truncated.
     pub(crate) connection: Arc<UnixStream>,
 }
 
-/// Session state on which parsing depends, the same for all queues.
+/// Session state for request parsing, the same for all queues.
 #[derive(Clone)]
 pub(crate) struct DiskView {
     pub(crate) features: Features,
-    /// Whether writes may be lost until they are flushed; changes while running.
+    /// Whether writes may be lost before a flush; changes while the queue runs.
     pub(crate) write_back: Arc<AtomicBool>,
 }
 
-/// The guest's side of a queue that runs.
+/// The guest's side of a running queue.
 pub struct VirtqueueSession {
-    /// For messages: the export, and the queue's number there.
+    /// Names of the export and of the queue, for messages.
     name: String,
     log: Arc<ExportLog>,
     ring: DeviceRing,
     memory: Arc<GuestMemory>,
     /// Memory of the in-flight record.
     records: Option<Arc<Region>>,
-    /// Log of written guest pages, if the front-end wants one.
+    /// Log of written guest pages, if enabled by the front-end.
     notes: Option<Notes>,
-    /// Chains fetched in one round, at most.
+    /// Maximum chains fetched in one round.
     round_max: usize,
     kick: Option<Arc<EventFd>>,
     call: Option<Arc<EventFd>>,
@@ -81,19 +81,19 @@ pub struct VirtqueueSession {
     connection: Arc<UnixStream>,
     chain: Chain,
     pace: FetchPace,
-    /// A broken ring is not fetched from any more; fetched requests still complete.
+    /// Whether the ring is broken: no chain is fetched any more, and fetched requests still complete.
     broken: bool,
-    /// Broken in this round: the front-end is to be notified.
+    /// Whether the ring broke in this round: the front-end is to be notified.
     alarm: bool,
-    /// Its memory was truncated, and the control path has been told.
+    /// Whether the memory was truncated and the control path notified.
     lost: bool,
 }
 
-/// Data for the end of a request.
+/// Data for the completion of a request.
 pub struct PendingChain {
     head: ChainHead,
     status_at: Segment,
-    /// Room for data before the status.
+    /// Writable bytes before the status.
     room_bytes: u64,
 }
 
@@ -104,7 +104,7 @@ impl QueueSession for VirtqueueSession {
     type Base = RingBase;
     type Refusals = Refusals;
 
-    /// The limit offered to the guest, and header and status.
+    /// The limit offered to the guest, plus header and status.
     const SEGMENTS: usize = crate::SEG_MAX as usize + 2;
 
     fn start(setup: VirtqueueSetup) -> Result<VirtqueueSession, String> {
@@ -121,7 +121,7 @@ impl QueueSession for VirtqueueSession {
         Ok(VirtqueueSession {
             name: setup.name,
             log: setup.log,
-            // A small ring may still have chains of the offered limit, in indirect tables.
+            // A small ring may still have chains up to the offered limit, in indirect tables.
             chain: Chain::new(setup.size.max(Self::SEGMENTS as u16)),
             pace: FetchPace::default(),
             ring,
@@ -164,7 +164,7 @@ impl QueueSession for VirtqueueSession {
     fn set_call<Cx: ?Sized + SignalEventfd>(&mut self, call: Option<Arc<EventFd>>, signals: &mut QueueSignals<'_, Cx>) {
         signals.forget_call();
         self.call = call;
-        // The guest may have missed one that went to the old descriptor.
+        // The guest may have missed a call on the previous descriptor.
         self.call(signals);
     }
 
@@ -173,7 +173,7 @@ impl QueueSession for VirtqueueSession {
         self.broken
     }
 
-    /// Fetches no more from this ring.
+    /// Stops fetching from this ring.
     #[cold]
     fn stop(&mut self, why: &str) {
         if !self.broken {
@@ -203,11 +203,11 @@ impl QueueSession for VirtqueueSession {
         self.pace.resume(|| self.ring.front());
     }
 
-    /// If the device has no request, at most as many as the pace allows.
+    /// While the device is idle, the pace bounds the number of chains.
     #[inline(always)]
     fn fetch<D>(&mut self, feed: &mut BioFeed<'_, D, Self>, mut most: usize, device_idle: bool) -> bool {
         self.ring.set_near(self.pace.takes_turns());
-        // The chains in sight by now are the rest of those of which the last round took half.
+        // The chains visible now are the rest of those that the last round took half of.
         let rest = self.ring.in_sight();
         if device_idle && rest > 0 {
             most = most.min(rest);
@@ -223,7 +223,7 @@ impl QueueSession for VirtqueueSession {
                 }
                 Err(fault) => {
                     feed.put_back(bio);
-                    // A ring whose memory is gone reads as zeroes, which the guest has not written.
+                    // A ring in truncated memory reads as zeros that the guest has not written.
                     if !self.is_lost() {
                         feed.refusals.ring_fault(&fault);
                         self.stop(&fault.to_string());
@@ -235,7 +235,7 @@ impl QueueSession for VirtqueueSession {
             if fetched == 1 && rest == 0 && device_idle {
                 most = most.min(self.pace.begin(1 + self.ring.in_sight(), || self.ring.front()));
             }
-            // Read after the chain was found: chains published after a change of the mode are executed in the new one.
+            // Read after the chain was found: chains published after a change of the mode use the new mode.
             let write_back = self.disk.write_back.load(Ordering::Acquire);
             let context = ParseContext { features: self.disk.features, write_back };
             match parse(&self.chain, &self.memory, &context, &mut bio) {
@@ -250,7 +250,7 @@ impl QueueSession for VirtqueueSession {
                         notes.first_bytes(&self.memory, self.chain.writable(), id_bytes);
                         notes.segments(&self.memory, &[status_at]);
                     }
-                    // Between a longer buffer's first bytes and the status is a gap.
+                    // A longer buffer has a gap between the first bytes and the status.
                     let whole = u64::from(id_bytes) + 1 == self.chain.writable_bytes();
                     self.ring.complete(head, id_bytes + u32::from(whole));
                     feed.put_back(bio);
@@ -291,7 +291,7 @@ impl QueueSession for VirtqueueSession {
     #[inline(always)]
     fn end_round<Cx: ?Sized + SignalEventfd>(&mut self, signals: &mut QueueSignals<'_, Cx>) -> bool {
         self.pace.end(self.ring.in_sight() > 0, || self.ring.front());
-        // Also without work: polling reads the memory.
+        // Also checked in rounds without work, since polling reads the memory.
         if self.is_lost() {
             self.lose();
         }
@@ -316,7 +316,7 @@ impl QueueSession for VirtqueueSession {
     }
 
     fn rest<Cx: ?Sized + SignalEventfd>(mut self, signals: &mut QueueSignals<'_, Cx>) -> RingBase {
-        // The ring's next user needs its kicks.
+        // The next owner of the ring needs its kicks.
         self.arm();
         if let Some(eventfd) = self.notes.as_ref().and_then(Notes::untold) {
             signals.signal_once(eventfd);
@@ -336,7 +336,7 @@ impl QueueSession for VirtqueueSession {
 }
 
 impl VirtqueueSession {
-    /// Writes a request's status and puts it into the used ring.
+    /// Writes a request's status and adds it to the used ring.
     #[inline(always)]
     fn finish(&mut self, head: ChainHead, status_at: Segment, status: VirtioStatus, room_bytes: u64) {
         write_status(&self.memory, status_at, status);
@@ -360,7 +360,7 @@ impl VirtqueueSession {
         }
     }
 
-    /// The memory was truncated under the ring. Ends the control path's session, which suspends all queues and releases
+    /// Handles memory truncated under the ring: ends the control path's session, which suspends all queues and releases
     /// the memory.
     #[cold]
     fn lose(&mut self) {

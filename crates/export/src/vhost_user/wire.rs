@@ -1,8 +1,8 @@
-//! Messages of a front-end on the wire, and their way to the message layer.
+//! Messages of a front-end on the wire, and their transfer to the message layer.
 //!
-//! Bytes are collected here until a message is whole, so a front-end that stops in the middle of one does not block its
-//! export. The message layer reads from a socket pair of ours: it keeps negotiated state private and learns it by
-//! messages only, so it can be given a session that began in another process (see [`crate::vhost_user::handover`]).
+//! Bytes are collected here until a message is complete, so a front-end that stops within a message does not block its
+//! export. The message layer reads from a private socket pair. It keeps negotiated state private and learns it from
+//! messages only, so it can continue a session of another process (see [`crate::vhost_user::handover`]).
 //!
 //! Messages are not interpreted here.
 
@@ -19,50 +19,50 @@ use vhost::vhost_user::{BackendReqHandler, Error};
 
 use crate::vhost_user::backend::Backend;
 
-/// A header: request, flags, bytes of the body; each 32 bits in the order of this machine.
+/// Message header: request, flags, bytes of the body; 32 bits each in native byte order.
 pub(crate) const HEADER_BYTES: usize = 12;
 /// The version of the protocol, in the flags of every message.
 pub(crate) const VERSION: u32 = 1;
-/// The flag of an answer.
+/// Flag of a reply.
 const REPLY: u32 = 4;
-/// Flag of a message whose sender wants a reply.
+/// Flag of a message whose sender requests a reply.
 const NEED_REPLY: u32 = 8;
-/// Bytes of the longest message: a longer one is refused by its header.
+/// Bytes of the longest message; longer ones are refused by their header.
 pub const MESSAGE_BYTES_MAX: usize = HEADER_BYTES + MAX_MSG_SIZE;
-/// Descriptors that one message may bring.
+/// Maximum number of descriptors with one message.
 pub const MESSAGE_FILES_MAX: usize = MAX_ATTACHED_FD_ENTRIES;
 
-/// A message, or as much of it as has come, with the descriptors that came along.
+/// A complete or partial message, with its descriptors received so far.
 #[derive(Debug, Default)]
 pub struct Message {
     /// Header and body.
     pub bytes: Vec<u8>,
-    /// In their order.
+    /// Descriptors, in order of arrival.
     pub files: Vec<OwnedFd>,
 }
 
 impl Message {
-    /// A message of a front-end that wants no answer beyond the usual.
+    /// A front-end's message without the flag that requests a reply.
     pub(crate) fn new(request: FrontendReq, body: &[u8], files: Vec<OwnedFd>) -> Message {
         let header = [u32::from(request), VERSION, body.len() as u32];
         let bytes = header.into_iter().flat_map(u32::to_ne_bytes).chain(body.iter().copied()).collect();
         Message { bytes, files }
     }
 
-    /// The reply to a message whose sender wants its result only.
+    /// The reply to a message whose sender requests only the result.
     pub(crate) fn acknowledgement(request: FrontendReq, is_ok: bool) -> Message {
         let header = [u32::from(request), VERSION | REPLY, size_of::<u64>() as u32];
         let bytes = header.into_iter().flat_map(u32::to_ne_bytes).chain(u64::from(!is_ok).to_ne_bytes()).collect();
         Message { bytes, files: Vec::new() }
     }
 
-    /// Whether it is a message of a front-end, in our version of the protocol, without a body.
+    /// Whether this is a front-end's message in our protocol version, without a body.
     pub(crate) fn is_bare(&self) -> bool {
         let flags = self.word(1).map(|flags| flags & !NEED_REPLY);
         flags == Some(VERSION) && self.word(2) == Some(0) && self.bytes.len() == HEADER_BYTES
     }
 
-    /// Whether its sender wants a reply.
+    /// Whether the sender requests a reply.
     pub(crate) fn needs_reply(&self) -> bool {
         self.word(1).is_some_and(|flags| flags & NEED_REPLY != 0)
     }
@@ -82,21 +82,21 @@ impl Message {
         bytes.try_into().ok().map(u32::from_ne_bytes)
     }
 
-    /// Bytes that it has once it is whole, as far as we know. One that says it is too long ends with its header.
+    /// Total bytes as far as known. A message whose header exceeds the limit ends with its header.
     fn whole_bytes(&self) -> usize {
         let body = self.word(2).map_or(0, |body| body as usize);
         HEADER_BYTES + if body > MAX_MSG_SIZE { 0 } else { body }
     }
 
-    /// Whether there is more to come.
+    /// Whether the message is incomplete.
     pub(crate) fn is_part(&self) -> bool {
         self.bytes.len() < self.whole_bytes() && self.files.len() <= MESSAGE_FILES_MAX
     }
 
-    /// Sends it whole, without waiting.
+    /// Sends the whole message without waiting.
     ///
     /// # Errors
-    /// There is no room for it, which the caller must handle; or the other side is gone.
+    /// The socket has no room, which the caller must handle; or the peer is gone.
     fn send(&self, to: &UnixStream) -> Result<(), Errno> {
         let fds: Vec<_> = self.files.iter().map(|file| file.as_fd()).collect();
         if fds.len() > MESSAGE_FILES_MAX {
@@ -104,18 +104,18 @@ impl Message {
         }
         let mut sent = 0;
         while sent < self.bytes.len() {
-            // They go with the first byte.
+            // Descriptors are sent with the first byte.
             let fds = if sent == 0 { &fds[..] } else { &[] };
             sent += send_fds(to, &self.bytes[sent..], fds, SendFlags::DONTWAIT)?;
         }
         Ok(())
     }
 
-    /// Reads up to `most` further bytes, with their descriptors, without waiting; returns the number.
+    /// Reads up to `most` further bytes with their descriptors, without waiting; returns the number of bytes.
     fn receive(&mut self, from: &UnixStream, most: usize) -> Result<usize, Errno> {
         let mut bytes = [0; MESSAGE_BYTES_MAX];
         let most = most.min(bytes.len());
-        // Room for one too many, so that too many are seen.
+        // One more than allowed, so that an excess descriptor is detected.
         let received = recv_fds(from, &mut bytes[..most], MESSAGE_FILES_MAX + 1, RecvFlags::DONTWAIT)?;
         self.bytes.extend_from_slice(&bytes[..received.bytes]);
         self.files.extend(received.fds);
@@ -131,7 +131,7 @@ impl Message {
 pub(crate) struct MessageBuffer(Message);
 
 impl MessageBuffer {
-    /// Continues with bytes received elsewhere, if they are a part of a message.
+    /// Continues with bytes received by another process, if they are a valid part of a message.
     pub(crate) fn of(part: Message) -> Option<MessageBuffer> {
         part.is_part().then_some(MessageBuffer(part))
     }
@@ -142,10 +142,10 @@ impl MessageBuffer {
         Ok(Message { bytes: self.0.bytes.clone(), files })
     }
 
-    /// The next message, if it is whole by now. Does not wait.
+    /// The next message, if complete. Does not wait.
     ///
     /// # Errors
-    /// The front-end has left, or sends more descriptors than a message may have.
+    /// The front-end has left, or sent too many descriptors.
     pub(crate) fn take(&mut self, connection: &UnixStream) -> Result<Option<Message>, Error> {
         loop {
             let missing = self.0.whole_bytes() - self.0.bytes.len();
@@ -170,7 +170,7 @@ impl MessageBuffer {
 pub struct RelaySockets {
     /// Our end.
     near: UnixStream,
-    /// The message layer's end, and a copy of it for its unread bytes.
+    /// The message layer's end, and a duplicate of it for its unread bytes.
     far: UnixStream,
     unread: UnixStream,
 }
@@ -186,10 +186,10 @@ impl RelaySockets {
     }
 }
 
-/// Zeros sent after each message, as long as a header, and never a valid one.
+/// Zeros appended to each message: the length of a header, and never a valid one.
 ///
-/// The message layer reads again when a read fails for want of descriptors, although the bytes are gone then. It would
-/// wait without end; so it finds these, and fails.
+/// The message layer repeats a read that failed for lack of descriptors, although the bytes are already consumed. It
+/// would wait without end; with this padding it reads an invalid header and fails.
 const PADDING: [u8; HEADER_BYTES] = [0; HEADER_BYTES];
 
 /// The message layer, and our end of its socket.
@@ -200,30 +200,30 @@ pub(crate) struct Relay {
 }
 
 impl Relay {
-    /// A message layer without any state, on a socket pair.
+    /// A message layer without state, on a socket pair.
     pub(crate) fn new(sockets: RelaySockets, backend: Arc<Mutex<Backend>>) -> Relay {
         let RelaySockets { near, far, unread } = sockets;
         Relay { handler: BackendReqHandler::from_stream(far, backend), near, unread }
     }
 
-    /// Has a whole message handled. Returns the reply, if any, and the result: an error ends the session.
+    /// Passes on a whole message. Returns the reply, if any, and the result: an error ends the session.
     pub(crate) fn handle(&mut self, message: &Message) -> (Message, Result<(), Error>) {
         let mut answer = Message::default();
         // The message layer would wait for the missing part.
         if message.bytes.len() != message.whole_bytes() {
             return (answer, Err(Error::PartialMessage));
         }
-        // There is room: each message is taken out before the next is put in.
+        // The socket has room: each message is consumed before the next is written.
         let padding = Message { bytes: PADDING.to_vec(), files: Vec::new() };
         if let Err(error) = message.send(&self.near).and_then(|()| padding.send(&self.near)) {
             return (answer, Err(Error::SocketError(error.into())));
         }
         let outcome = self.handler.handle_request();
-        // A reply may report a failure. Without one, there is nothing to read.
+        // A reply may report a failure. Without one, the socket has no data.
         while answer.receive(&self.near, MESSAGE_BYTES_MAX).is_ok_and(|bytes| bytes > 0) {}
         let outcome = match (self.take_unread(), outcome) {
             (unread, outcome) if unread == PADDING.len() => outcome,
-            // More than the padding is the unread rest of a message that it refused.
+            // More bytes than the padding are the unread rest of a refused message.
             (unread, Err(error)) if unread > PADDING.len() => Err(error),
             _ => Err(Error::SocketError(io::Error::other(
                 "too many open files to receive the descriptors of a message; raise the limit on open files",
@@ -240,10 +240,10 @@ impl Relay {
     }
 }
 
-/// Sends an answer to a front-end.
+/// Sends a reply to the front-end.
 ///
 /// # Errors
-/// It has left.
+/// The front-end has left.
 pub(crate) fn reply(connection: &UnixStream, answer: &Message) -> Result<(), Error> {
     answer.send(connection).map_err(|error| match error {
         Errno::PIPE | Errno::CONNRESET => Error::Disconnected,

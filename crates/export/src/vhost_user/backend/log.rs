@@ -1,6 +1,6 @@
 //! The log of written pages: its memory, its entries, and the eventfd that announces them. [vhost-user, Migration]
 //!
-//! The message with the eventfd is the only one handled here and not by the message layer, which refuses it.
+//! The message with the eventfd is handled here because the message layer refuses it.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -17,14 +17,15 @@ use crate::vhost_user::notes::Notes;
 use crate::vhost_user::wire::Message;
 
 impl Backend {
-    /// Logs written pages here from now on.
+    /// Sets the log of written pages.
     pub(super) fn keep_log(&mut self, log: &VhostUserLog, file: &File) -> Result<()> {
         let region = Region::map_file(file.as_fd(), log.mmap_offset, log.mmap_size);
         let log = region.map(DirtyLog::new).map_err(|error| self.refuse("the dirty log", error))?;
         self.change_log(|ours| ours.log = log.map(Arc::new))
     }
 
-    /// Handles the message with the log's eventfd: the reply if one is wanted, and whether the session can continue.
+    /// Handles the message with the log's eventfd. Returns the reply, if requested, and whether the session can
+    /// continue.
     pub(crate) fn handle_log_eventfd(&mut self, message: &Message) -> (Message, Result<()>) {
         let outcome = self.set_log_eventfd(message);
         let acknowledges = VhostUserProtocolFeatures::REPLY_ACK.bits();
@@ -33,7 +34,7 @@ impl Backend {
         (answer.unwrap_or_default(), outcome)
     }
 
-    /// It has no body, and one descriptor.
+    /// The message has no body and one descriptor.
     fn set_log_eventfd(&mut self, message: &Message) -> Result<()> {
         let [eventfd] = &message.files[..] else { return Err(Error::IncorrectFds) };
         if !message.is_bare() {
@@ -50,12 +51,12 @@ impl Backend {
         running.into_iter().try_for_each(|index| self.run_if_ready(index))
     }
 
-    /// Log of a ring's writes, if the front-end wants one.
+    /// Log of a ring's writes, if enabled by the front-end.
     pub(super) fn notes(&self, vring: &Vring, [desc, _, used]: [u64; 3], memory: &GuestMemory) -> Option<Notes> {
         let log = self.log.as_ref().filter(|_| self.features.contains(Features::LOG_ALL))?;
         let ring = match vring.log_at {
             None => Vec::new(),
-            // The address is that of one part, and we write to two.
+            // The message gives one address, but the device writes two parts of the ring.
             Some(_) if self.features.contains(Features::RING_PACKED) => {
                 let [desc_bytes, _, used_bytes] = packed_ring_bytes(vring.size).map(|(bytes, _)| bytes as u64);
                 let area = |addr, bytes| Some((memory.guest_addr_of_user(addr)?, bytes));

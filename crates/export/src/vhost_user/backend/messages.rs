@@ -1,6 +1,6 @@
-//! A session as messages, for its next process.
+//! A session as messages for the next process.
 //!
-//! In a valid order: features before their users, memory before rings, kicks last, since they start a ring.
+//! Valid order: features before their users, memory before rings, kicks last, since a kick descriptor starts its ring.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -15,10 +15,10 @@ use crate::vhost_user::wire::Message;
 
 /// Bit of a kick, call or error message without a descriptor.
 const NO_DESCRIPTOR: u64 = 0x100;
-/// The bits of its number of a ring.
+/// Mask of the ring index in such a message.
 const INDEX_MASK: u32 = 0xff;
 
-/// The ring that a kick message is about.
+/// Ring index of a kick message.
 fn kicked(message: &Message) -> Option<usize> {
     let is_kick = message.request() == Some(FrontendReq::SET_VRING_KICK.into());
     message.body_word().filter(|_| is_kick).map(|word| (word & INDEX_MASK) as usize)
@@ -28,14 +28,14 @@ impl Backend {
     /// The messages that create this session, and those that then start its queues. The queues are drained.
     ///
     /// # Errors
-    /// No descriptors are left.
+    /// The system has no descriptors left.
     pub(crate) fn session_messages(&self) -> io::Result<(Vec<Message>, Vec<Message>)> {
         let mut setup = vec![Message::new(FrontendReq::GET_FEATURES, &[], Vec::new())];
         let mut say = |request, body: &[u8], files| setup.push(Message::new(request, body, files));
         if self.protocol.is_some() {
             say(FrontendReq::SET_PROTOCOL_FEATURES, &words64(&[self.protocol_ever]), Vec::new());
         }
-        // Features that were not set are not sent: an empty set would enable every ring.
+        // Unset features are not sent: an empty set would enable every ring.
         if !self.features.is_empty() || self.vrings.iter().any(|vring| vring.enabled) {
             say(FrontendReq::SET_FEATURES, &words64(&[self.features.bits()]), Vec::new());
         }
@@ -67,7 +67,7 @@ impl Backend {
         if let Some(channel) = &self.channel {
             say(FrontendReq::SET_BACKEND_REQ_FD, &[], vec![channel.end().try_clone()?]);
         }
-        // Later returns need no message.
+        // The following returns need no message.
         if let Some(protocol) = self.protocol {
             say(FrontendReq::SET_PROTOCOL_FEATURES, &words64(&[protocol]), Vec::new());
         }
@@ -78,7 +78,7 @@ impl Backend {
         Ok((setup, run))
     }
 
-    /// Opens the queues that these messages let run, which takes long. Nothing runs yet.
+    /// Opens the queues that these messages will start, which takes long. No queue runs yet.
     ///
     /// # Errors
     /// A queue cannot be opened: object, cause, cure.

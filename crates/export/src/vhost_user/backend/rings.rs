@@ -1,4 +1,4 @@
-//! The rings of one export, as the control path sees them: when they run, and how they drain.
+//! The rings of one export, as seen by the control path: when they run, and how they drain.
 //!
 //! ```text
 //!                    size, addresses, kick descriptor, enabled
@@ -21,15 +21,15 @@ use crate::vhost_user::advice;
 use crate::vhost_user::memory::{Memory, MemoryError};
 use crate::vhost_user::virtqueue::{DiskView, VirtqueueSetup};
 
-/// How a ring tells of new work.
+/// Notification mode of a ring.
 #[derive(Default)]
 pub(super) enum Kick {
-    /// Not said yet: the ring is stopped.
+    /// Unset: the ring is stopped.
     #[default]
     Unknown,
-    /// Without kicks: we poll.
+    /// No kick descriptor: the ring is polled.
     Polled,
-    /// By this.
+    /// Kick descriptor.
     Rung(Arc<EventFd>),
 }
 
@@ -41,7 +41,7 @@ pub(super) struct Vring {
     pub(super) addresses: Option<[u64; 3]>,
     /// Position of the ring; its start if unset.
     pub(super) base: Option<RingBase>,
-    /// Where the used ring begins in guest memory, if writes to the ring are to be noted in the log.
+    /// Guest address of the used ring, if writes to the ring are logged.
     pub(super) log_at: Option<u64>,
     pub(super) kick: Kick,
     pub(super) call: Option<Arc<EventFd>>,
@@ -56,7 +56,7 @@ impl Vring {
         self.base.unwrap_or(RingBase::start(features))
     }
 
-    /// Sets its format, in which an index of the other is invalid, and perhaps a size.
+    /// Sets the ring format, for which an index of the other format is invalid, and optionally the size.
     pub(super) fn change_format(&mut self, features: Features) {
         self.base = None;
         if !may_have_size(features, self.size) {
@@ -65,7 +65,7 @@ impl Vring {
     }
 }
 
-/// Whether rings of this format may be so long.
+/// Whether a ring of this format may have this size.
 pub(super) fn may_have_size(features: Features, size: u16) -> bool {
     (1..=QUEUE_SIZE_MAX).contains(&size) && (features.contains(Features::RING_PACKED) || size.is_power_of_two())
 }
@@ -81,14 +81,14 @@ impl Backend {
         self.suspend_these(&[index])
     }
 
-    /// Suspends every running ring; says which they were.
+    /// Suspends every running ring; returns their indexes.
     pub(super) fn suspend_all(&mut self) -> Result<Vec<usize>> {
         let running: Vec<usize> = (0..self.vrings.len()).filter(|index| self.vrings[*index].running).collect();
         self.suspend_these(&running)?;
         Ok(running)
     }
 
-    /// Suspends those of these rings that run, all at once. One whose lane has ended does not keep others from
+    /// Suspends the running ones of these rings concurrently. A ring whose lane has ended does not keep others from
     /// draining.
     fn suspend_these(&mut self, indexes: &[usize]) -> Result<()> {
         let running = indexes.iter().copied().filter(|index| self.vrings[*index].running);
@@ -104,7 +104,7 @@ impl Backend {
         outcome
     }
 
-    /// Changes settings of a ring. If it runs, it continues with the new ones.
+    /// Changes settings of a ring. A running ring continues with the new settings.
     pub(super) fn change_vring(&mut self, index: u32, change: impl FnOnce(&mut Vring)) -> Result<()> {
         let runs = self.vring(index)?.running;
         let index = index as usize;
@@ -113,7 +113,7 @@ impl Backend {
         if runs { self.run_if_ready(index) } else { Ok(()) }
     }
 
-    /// Runs a ring if all is known of it and it is enabled.
+    /// Starts a ring that is enabled and completely configured.
     pub(super) fn run_if_ready(&mut self, index: usize) -> Result<()> {
         let vring = &self.vrings[index];
         let kick = match &vring.kick {
@@ -127,7 +127,7 @@ impl Backend {
         let memory = self.memory.snapshot().map_err(|error| self.refuse("the memory table", error))?;
         let layout = RingLayout::locate(&memory, self.features, vring.size, addresses)
             .map_err(|error| self.refuse("a ring", advice::no_ring(&self.memory, error)))?;
-        // A guest whose kicks are lost waits silently, and so would we.
+        // With lost kicks the guest would wait without end, so this is logged.
         if !std::mem::replace(&mut self.memory_seen, true) && self.memory.is_blank() {
             self.lines.warn(advice::blank_memory());
         }
