@@ -1,8 +1,8 @@
 //! Acceptors: accept the connections of a socket, and close sockets whose backlog may hold any descriptor.
 //!
-//! A front-end sends descriptors, and some block on close, or block the close of a socket in which they lie unread. An
-//! export with untrusted front-ends accepts connections through a process that may block. That process decides which
-//! descriptors pass; messages are checked here all the same.
+//! A front-end can send descriptors whose close blocks, or that block the close of a socket in which they lie unread.
+//! An export with untrusted front-ends therefore accepts connections through a separate process that may block. That
+//! process decides which descriptors pass; messages are checked here in any case.
 
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -12,32 +12,32 @@ use std::path::Path;
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with, sockopt};
 
-/// A connection that was taken.
+/// An accepted connection.
 #[derive(Debug)]
 pub struct Accepted {
-    /// The way to the other side.
+    /// Socket connected to the peer.
     pub stream: UnixStream,
-    /// The user there.
+    /// User id of the peer.
     pub uid: u32,
-    /// The process there, as it connected; 0 if that cannot be known.
+    /// Process id of the peer when it connected; 0 if unknown.
     pub pid: i32,
 }
 
-/// Takes connections and closes listening sockets.
+/// Accepts connections and closes listening sockets.
 pub trait Acceptor: Send + Sync {
     /// Registers a listening socket and its path.
     ///
     /// # Errors
-    /// It cannot be served.
+    /// The acceptor cannot serve this socket.
     fn listen(&self, path: &Path, listener: BorrowedFd<'_>) -> io::Result<()>;
 
-    /// Accepts the next connection of a non-blocking socket; `None` if none waits.
+    /// Accepts the next connection of a non-blocking socket; `None` if none is pending.
     ///
     /// # Errors
-    /// It cannot be accepted, for any kind of error: a caller that retries at once would spin.
+    /// The connection cannot be accepted; this includes temporary errors, after which a caller must not retry at once.
     fn accept(&self, path: &Path, listener: BorrowedFd<'_>) -> io::Result<Option<Accepted>>;
 
-    /// Closes a socket, and with it its backlog.
+    /// Closes a socket and its backlog.
     fn close(&self, path: &Path, listener: OwnedFd);
 }
 

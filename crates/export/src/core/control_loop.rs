@@ -1,4 +1,5 @@
-//! The control thread: waits for all exports of a daemon at once, and has a worker run a step of the ready one.
+//! The control thread: waits for all exports of a daemon at once, and has workers run the steps of those that are
+//! ready.
 //!
 //! ```text
 //!                    a descriptor is ready, a deadline has passed, or a call
@@ -7,12 +8,12 @@
 //!              └───────────────────────── its step has ended ────────────────────────┘       └─ it has ended ─▶ gone
 //! ```
 //!
-//! An [`Endpoint`] is a state machine. Its step never waits for a peer, but it may wait for the export's own queues,
-//! their lanes and the receiver; so no step runs on this thread, which waits only for its epoll set. An endpoint that
-//! is out has no descriptor in that set, so its step may close and replace descriptors. A call of an endpoint that is
-//! out has it run once more.
+//! An [`Endpoint`] is a state machine. Its step never waits for a peer. It may wait for the export's own queues, their
+//! lanes and the receiver, so no step runs on this thread, which waits only for its epoll set. An endpoint that is with
+//! a worker has no descriptor in that set, so its step may close and replace descriptors. If it is called meanwhile, it
+//! runs once more afterwards.
 //!
-//! The work of endpoints is unknown here.
+//! The content of a step is unknown here.
 
 use std::collections::{BTreeSet, HashMap};
 use std::io;
@@ -25,34 +26,34 @@ use blkyard_sys::{Epoll, EventFd, EventFlags, Registered};
 
 use super::workers::WorkerPool;
 
-/// The token of the loop's own eventfd. Endpoints are numbered from 0.
+/// Epoll token of the loop's own eventfd. Endpoints are numbered from 0.
 const OWN: u64 = u64::MAX;
-/// Interval at which an endpoint runs whose descriptors the system cannot poll.
+/// Polling interval of an endpoint whose descriptors cannot be polled.
 const LOOK_TIME: Duration = Duration::from_secs(1);
 
-/// A descriptor that an endpoint waits for.
+/// Descriptor that an endpoint waits for.
 pub type AwaitedFd = Arc<dyn AsFd + Send + Sync>;
 
 /// The control path of one export, as a state machine.
 pub(crate) trait Endpoint: Send {
-    /// Handles due work, and returns when to run again. May be called without work. Descriptors of peers are used
-    /// without waiting; queues may be waited for.
+    /// Handles due work, and returns when to run next. May be called without work. Never waits for a peer; may wait for
+    /// queues.
     fn step(&mut self) -> EndpointState;
 
-    /// The descriptors that it waits for, in its present state.
+    /// Descriptors to wait for in the present state.
     fn interests(&self) -> Vec<(AwaitedFd, EventFlags)>;
 }
 
 /// State of an endpoint after a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum EndpointState {
-    /// To be run when one of its descriptors is ready, when it is called, or at this time.
+    /// Runs again when a descriptor is ready, when it is called, or at this time.
     Waiting(Option<Instant>),
     /// Ended: it is dropped.
     Over,
 }
 
-/// Has an endpoint run although none of its descriptors is ready. Keeps nothing alive.
+/// Runs an endpoint without a ready descriptor. Holds no strong reference.
 #[derive(Clone)]
 pub(crate) struct EndpointCaller {
     shared: Arc<LoopShared>,
@@ -60,13 +61,13 @@ pub(crate) struct EndpointCaller {
 }
 
 impl EndpointCaller {
-    /// Has it run once more.
+    /// Has the endpoint run once more.
     pub(crate) fn call(&self) {
         self.shared.send(LoopEvent::Called(self.number));
     }
 }
 
-/// Whether an endpoint has ended, for its waiters.
+/// End flag of an endpoint, for its waiters.
 #[derive(Debug, Default)]
 pub(crate) struct EndpointEnd {
     is_over: Mutex<bool>,
@@ -83,12 +84,12 @@ impl EndpointEnd {
         self.changed.notify_all();
     }
 
-    /// Whether it has ended and is dropped.
+    /// Whether the endpoint has ended and was dropped.
     pub(crate) fn is_set(&self) -> bool {
         *self.is_over()
     }
 
-    /// Waits until it is.
+    /// Waits until the endpoint has ended and was dropped.
     pub(crate) fn wait(&self) {
         drop(self.changed.wait_while(self.is_over(), |is_over| !*is_over).unwrap_or_else(PoisonError::into_inner));
     }
@@ -103,18 +104,18 @@ impl Drop for EndGuard {
     }
 }
 
-/// An endpoint while it is with a worker.
+/// An endpoint during its step on a worker.
 pub(crate) struct EndpointRun {
     number: u64,
-    /// Dropped first: the guard reports a complete end.
+    /// Dropped first, so the guard reports a complete end.
     endpoint: Box<dyn Endpoint>,
     _end: EndGuard,
 }
 
 impl EndpointRun {
-    /// Runs it, on a thread that may wait, and gives it back to its loop. Its loop forgets one that panics, too.
+    /// Runs a step on a thread that may block, and returns the endpoint to its loop. After a panic the loop forgets it.
     pub(crate) fn run(self, shared: &LoopShared) {
-        /// Tells the loop, also when a panic unwinds.
+        /// Reports to the loop, also when a panic unwinds.
         struct Return<'a>(&'a LoopShared, u64, Option<(EndpointRun, Option<Instant>)>);
         impl Drop for Return<'_> {
             fn drop(&mut self) {
@@ -134,7 +135,7 @@ impl EndpointRun {
 enum LoopEvent {
     Added(EndpointRun),
     Called(u64),
-    /// A step has ended: the endpoint, and the time of its next step; `None` if it has ended.
+    /// A step has ended: the endpoint and the time of its next step; `None` if the endpoint has ended.
     Returned(u64, Option<(EndpointRun, Option<Instant>)>),
     /// No more endpoints will be added.
     Closed,
@@ -166,13 +167,13 @@ impl LoopShared {
             }
             None => Some(event),
         };
-        // Not under the lock: to drop an endpoint may take long.
+        // Dropped outside of the lock, since the drop of an endpoint may take long.
         drop(refused);
         self.eventfd.signal();
     }
 }
 
-/// A control thread for any number of exports. It ends with the last handle and the last export.
+/// A control thread for any number of exports. Ends with the last handle and the last export.
 #[derive(Clone)]
 pub struct ControlLoop(Arc<LoopHandle>);
 
@@ -183,10 +184,10 @@ struct LoopHandle {
 }
 
 impl ControlLoop {
-    /// Starts it.
+    /// Starts the thread.
     ///
     /// # Errors
-    /// The system gives no thread or descriptor.
+    /// The system has no thread or descriptor left.
     pub fn start() -> io::Result<ControlLoop> {
         let shared = Arc::new(LoopShared { eventfd: EventFd::new()?, events: Mutex::new(Some(Vec::new())) });
         let set = Epoll::new()?;
@@ -204,7 +205,7 @@ impl ControlLoop {
         Ok(ControlLoop(Arc::new(LoopHandle { shared, next: Mutex::new(0), thread: Some(thread) })))
     }
 
-    /// Adds an endpoint, which is made with its caller; returns the flag of its end.
+    /// Adds an endpoint, which is made with its caller; returns its end flag.
     pub(crate) fn add<E: Endpoint + 'static>(
         &self,
         make: impl FnOnce(EndpointCaller) -> E,
@@ -230,24 +231,24 @@ impl Drop for LoopHandle {
         if !std::thread::panicking()
             && let Some(thread) = self.thread.take()
         {
-            // A panic there was logged when it happened.
+            // A panic of that thread was already logged.
             let _ = thread.join();
         }
     }
 }
 
-/// An endpoint as the loop knows it.
+/// Entry of an endpoint in the loop.
 struct EndpointSlot {
-    /// `None` while it is out.
+    /// `None` while it is with a worker.
     waiting: Option<EndpointRun>,
-    /// Its registered descriptors; empty while it is out.
+    /// Registered descriptors; empty while it is with a worker.
     awaited: Vec<Registered<AwaitedFd>>,
     deadline: Option<Instant>,
-    /// It was called while it was out.
+    /// Whether it was called while with a worker.
     is_called: bool,
 }
 
-/// All endpoints, on the control thread.
+/// State of the control thread with all endpoints.
 struct EndpointSet {
     /// The loop's own eventfd.
     _own: Registered<AwaitedFd>,
@@ -269,14 +270,14 @@ impl EndpointSet {
         }
     }
 
-    /// Waits once, and sees to all that came.
+    /// Waits once, and handles all events.
     fn turn(&mut self) -> io::Result<()> {
         let deadline = self.deadlines.first().map(|(deadline, _)| *deadline);
         let until = [deadline, self.workers.deadline()].into_iter().flatten().min();
         for ready in self.set.wait(Instant::now(), until)? {
             match ready.token {
                 OWN => self.read_events(),
-                // One that is out by now is polled again when it is back: readiness persists.
+                // An endpoint that is with a worker is polled again on its return: readiness persists.
                 number => self.send_out(number),
             }
         }
@@ -290,7 +291,7 @@ impl EndpointSet {
     }
 
     fn read_events(&mut self) {
-        // Before the events are read: a later one signals again.
+        // Cleared before the events are read: a later event signals again.
         self.shared.eventfd.take();
         let events = self.shared.events().as_mut().map_or_else(Vec::new, std::mem::take);
         for event in events {
@@ -313,7 +314,7 @@ impl EndpointSet {
         }
     }
 
-    /// Has a worker run an endpoint, unless one does already.
+    /// Has a worker run an endpoint, unless one already does.
     fn send_out(&mut self, number: u64) {
         let Some(slot) = self.slots.get_mut(&number) else { return };
         let Some(run) = slot.waiting.take() else { return };
@@ -326,7 +327,7 @@ impl EndpointSet {
         self.workers.send(Box::new(move || run.run(&shared)));
     }
 
-    /// An endpoint is back from its step.
+    /// Handles the return of an endpoint from its step.
     fn take_back(&mut self, number: u64, run: EndpointRun, deadline: Option<Instant>) {
         let Some(slot) = self.slots.get_mut(&number) else { return };
         let mut look = None;
@@ -349,7 +350,7 @@ impl EndpointSet {
 }
 
 impl Drop for EndpointSet {
-    /// Also after an error, or a panic: waiters of an export must see its end.
+    /// Also after an error or panic: waiters of an export must see its end.
     fn drop(&mut self) {
         let left = self.shared.events().take();
         drop(left);
@@ -367,7 +368,8 @@ mod tests {
 
     const PATIENCE: Duration = Duration::from_secs(30);
 
-    /// Reads bytes of a peer and reports them: at `w` it reports `W` and waits, at `p` it panics, at the end it ends.
+    /// Reads bytes of a peer and reports them: it waits after `w` and reports `W`, panics at `p`, and ends at end of
+    /// file.
     struct Reader {
         peer: Arc<UnixStream>,
         told: Sender<u8>,

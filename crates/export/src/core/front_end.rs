@@ -22,52 +22,52 @@ pub trait ExportedDisk: Send + 'static {
     /// Properties of the device.
     fn info(&self) -> &DeviceInfo;
 
-    /// The device is this from now on.
+    /// Changes the device.
     fn set_info(&mut self, info: &Arc<DeviceInfo>);
 
-    /// Queues that a front-end is offered.
+    /// Number of queues offered to a front-end.
     fn queues(&self) -> u16;
 
-    /// Offers so many queues.
+    /// Sets the number of offered queues.
     fn set_queues(&mut self, queues: u16);
 
-    /// Whether the cache is write-back, as far as a front-end may choose.
+    /// Whether the cache is write-back, as far as a front-end can choose.
     fn write_cache(&self) -> bool;
 
-    /// The cache is write-back, or is not.
+    /// Sets the cache to write-back or write-through.
     fn set_write_cache(&mut self, write_back: bool);
 }
 
-/// The session of one front-end, from its first message to its last, or from the state of another process. Owned by its
-/// export. A method may wait only for the export's queues.
+/// The session of one front-end, from its first message or handover state to its end. Owned by its export. A method may
+/// wait only for the export's queues.
 pub trait FrontEndSession: Sized + Send + 'static {
     /// The session of one of its queues.
     type Queue: QueueSession;
-    /// The disk as it is shown.
+    /// The disk as shown to the front-end.
     type Disk: ExportedDisk;
-    /// System resources of a session, allocated before the connection is accepted: an accepted connection must not be
-    /// lost for want of them.
+    /// System resources of a session, allocated before a connection is accepted: an accepted connection must not fail
+    /// for lack of them.
     type Reserve: Send;
-    /// State of a session that is handed over, with drained queues.
+    /// State of a handed-over session with drained queues.
     type State: Send;
-    /// Value that then lets its queues run.
+    /// Value that starts its queues afterwards.
     type Start: Send;
     /// Its state for inspection.
     type View: Clone + Debug + Default + Send;
-    /// Why it ends.
+    /// Reason for its end.
     type Error: Display;
 
     /// Allocates the resources of a session.
     ///
     /// # Errors
-    /// The system has none left.
+    /// The system has no resources left.
     fn reserve() -> io::Result<Self::Reserve>;
 
-    /// A front-end without messages so far.
+    /// A session that has received no message yet.
     fn accept(connection: Accepted, reserve: Self::Reserve, config: ExportConfig<Self>, log: &Arc<ExportLog>) -> Self;
 
     /// A session from its handover state. No queue runs before it [begins](FrontEndSession::begin).
-    ///
+    /// A session from its handover state. No queue runs before [`begin`](FrontEndSession::begin).
     /// # Errors
     /// The state is impossible here.
     fn resume(
@@ -77,38 +77,38 @@ pub trait FrontEndSession: Sized + Send + 'static {
         log: &Arc<ExportLog>,
     ) -> Result<(Self, Self::Start), String>;
 
-    /// Begins: a session that was handed over has its queues run.
+    /// Starts the queues of a session that was handed over.
     ///
     /// # Errors
-    /// One of them cannot.
+    /// A queue cannot run.
     fn begin(&mut self, start: Option<Self::Start>) -> Result<(), Self::Error>;
 
-    /// Handles a message, if one is available. Does not wait for the front-end.
+    /// Handles one message, if available. Does not wait for the front-end.
     fn step(&mut self) -> SessionStep<Self::Error>;
 
-    /// The descriptor that it waits for, and how.
+    /// Descriptor to wait for, and the awaited events.
     fn interest(&self) -> (AwaitedFd, EventFlags);
 
-    /// The export's configuration, for changes that a front-end does not see.
+    /// The export's configuration, for changes that are invisible to a front-end.
     fn with_config<T>(&mut self, change: impl FnOnce(&mut ExportConfig<Self>) -> T) -> T;
 
     /// Changes the device: queues drain, change and continue.
     ///
     /// # Errors
-    /// A queue does not continue.
+    /// A queue cannot resume.
     fn change(&mut self, info: &Arc<DeviceInfo>) -> Result<Changed, String>;
 
-    /// Drains, and describes itself. Returns the numbers of the queues that ran, with or without a description.
+    /// Drains, and returns the handover state. Returns the numbers of the queues that ran in any case.
     fn hand_over(&mut self) -> (Vec<usize>, Result<Self::State, String>);
 
-    /// The handover has failed: runs these queues again.
+    /// Resumes these queues after a failed handover.
     fn go_on(&mut self, running: Vec<usize>);
 
     /// Its state for inspection.
     fn view(&self) -> Self::View;
 
-    /// Ends the session once its queues have drained, and logs the cause. Returns the configuration for the next
-    /// session, and whether there can be one.
+    /// Ends the session once its queues have drained, and logs the reason. Returns the configuration, and an error if
+    /// no next session is possible.
     fn end(self, end: &SessionEnd<Self::Error>) -> (ExportConfig<Self>, Result<(), Self::Error>);
 }
 
@@ -128,20 +128,20 @@ pub enum SessionEnd<E> {
     Over(E),
     /// Another process continues with it.
     Handed,
-    /// The export is to end.
+    /// The export stops.
     Stopped,
 }
 
 /// Configuration of one export.
 pub struct ExportConfig<F: FrontEndSession> {
-    /// Its name, for messages.
+    /// Name, for messages.
     pub name: String,
     /// The disk as front-ends see it.
     pub disk: F::Disk,
     /// One for each client queue.
     pub queues: Vec<QueueRemote<F::Queue>>,
-    /// DMA domains in which the device reaches front-ends' memory: one for each path that maps memory. Empty for a
-    /// device that uses our addresses.
+    /// DMA domains for front-end memory: one for each path that maps memory. Empty for a device that uses process
+    /// addresses.
     pub domains: Vec<Arc<DmaDomain>>,
 }
 
@@ -149,7 +149,7 @@ impl<F: FrontEndSession> ExportConfig<F> {
     /// Changes the device. Its queues are drained.
     ///
     /// # Errors
-    /// A queue is not drained, or its lane has ended.
+    /// A queue does not drain, or its lane has ended.
     pub fn change(&mut self, info: &Arc<DeviceInfo>) -> Result<(), String> {
         for (number, queue) in self.queues.iter().enumerate() {
             let changed = queue.change(info).unwrap_or_else(|gone| Err(gone.to_string()));
@@ -159,7 +159,7 @@ impl<F: FrontEndSession> ExportConfig<F> {
         Ok(())
     }
 
-    /// Has more queues, which serve what the others do; none of them if one cannot.
+    /// Adds queues with the settings of the existing ones; adds none if one fails.
     pub(super) fn add(&mut self, more: Vec<QueueRemote<F::Queue>>, depth: Option<usize>) -> Result<(), String> {
         let info = Arc::new(self.disk.info().clone());
         for queue in &more {

@@ -1,7 +1,7 @@
 //! Handover of an export: the state that another process needs to continue with it.
 //!
-//! The protocol describes its session. All is prepared before the queues are to run; until they do, the export that
-//! handed over can continue unchanged.
+//! The protocol describes its session. Everything is prepared before the queues run again; until then the old export
+//! can continue unchanged.
 
 use std::fmt;
 use std::os::fd::OwnedFd;
@@ -15,34 +15,34 @@ use super::control_loop::EndpointCaller;
 pub struct ExportState<T> {
     /// Its listening socket.
     pub listener: OwnedFd,
-    /// Where its socket is.
+    /// Path of the socket.
     pub path: PathBuf,
-    /// Device and inode of its socket file, so that another's is not removed at the end.
+    /// Device and inode of the socket file, so that only this file is removed at the end.
     pub identity: (u64, u64),
-    /// Queues it has.
+    /// Number of queues.
     pub made: u16,
-    /// Queues of these that the next front-end is offered.
+    /// Number of queues offered to the next front-end.
     pub offered: u16,
-    /// Requests that each queue may have in flight, if that was bounded since they were made.
+    /// Maximum requests in flight of each queue, if limited since the queues were made.
     pub depth: Option<usize>,
-    /// Whether the cache is write-back: a front-end's choice is kept.
+    /// Whether the cache is write-back, as chosen by a front-end.
     pub wce: bool,
-    /// The front-end that is connected.
+    /// The connected front-end.
     pub session: Option<T>,
 }
 
-/// An export that is handed over, and rests.
+/// A quiesced export with its handover state.
 #[derive(Debug)]
 pub struct Handed<T> {
-    /// State to be taken: all descriptors are duplicates.
+    /// Handover state; all descriptors are duplicates.
     pub state: ExportState<T>,
-    /// Until when it rests.
+    /// Keeps the export quiesced until it is dropped.
     pub rest: QuiescedExport,
 }
 
 /// An export that stays quiesced until the result of its handover. Dropping this resumes it.
 pub struct QuiescedExport {
-    /// There until it is dropped.
+    /// Set until it is dropped.
     verdict: Option<Sender<()>>,
     caller: EndpointCaller,
 }
@@ -52,16 +52,16 @@ impl QuiescedExport {
         QuiescedExport { verdict: Some(verdict), caller }
     }
 
-    /// Another process has taken it: the export ends without touching its socket and its front-end.
+    /// Another process has taken over: the export ends without touching its socket and front-end.
     pub fn let_go(self) {
-        // An export that has ended meanwhile needs no verdict.
+        // Fails if the export has ended meanwhile, which needs no action.
         let _ = self.verdict.as_ref().map(|verdict| verdict.send(()));
     }
 }
 
 impl Drop for QuiescedExport {
     fn drop(&mut self) {
-        // Before the export checks.
+        // Dropped before the export checks.
         self.verdict = None;
         self.caller.call();
     }

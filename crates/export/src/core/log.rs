@@ -20,21 +20,21 @@ impl ExportLog {
         ExportLog { name, limit: Mutex::new(LogLimit::default()) }
     }
 
-    /// Logs a line, if the limit on lines allows it.
+    /// Logs a line, unless the rate limit is exceeded.
     pub fn info(&self, line: impl Display) {
         if let Some(held_back) = self.pass() {
             tracing::info!("{}: {line}{held_back}", self.name);
         }
     }
 
-    /// Logs a warning, if the limit on lines allows it.
+    /// Logs a warning, unless the rate limit is exceeded.
     pub fn warn(&self, line: impl Display) {
         if let Some(held_back) = self.pass() {
             tracing::warn!("{}: {line}{held_back}", self.name);
         }
     }
 
-    /// Tells how many lines were held back, once a line is allowed again.
+    /// Logs the number of suppressed lines, once a line is allowed again.
     pub(crate) fn tell_held_back(&self) {
         let count = self.limit.lock().unwrap_or_else(PoisonError::into_inner).pass_held_back(Instant::now());
         if let Some(count) = count {

@@ -1,7 +1,7 @@
-//! Orders to a serving export from outside its socket: another size, other limits, another number of queues.
+//! Orders to a serving export from outside its socket: changes of size, limits or number of queues, and handover.
 //!
-//! The export executes them in a step between two messages of its front-end or while it waits for one. So nothing
-//! changes during a message; and a front-end that stops in the middle of one, or never reads a reply, delays no order.
+//! The export executes an order between two messages of its front-end or while waiting for one, never during a message.
+//! A front-end that stops within a message, or never reads a reply, delays no order.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -13,38 +13,38 @@ use super::front_end::FrontEndSession;
 use super::handover::Handed;
 use super::queue::QueueRemote;
 
-/// Result of a change.
+/// Notification state of a change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Changed {
-    /// No front-end is connected; the next finds it so.
+    /// No front-end is connected; the next one sees the change.
     Unseen,
-    /// The front-end need not know.
+    /// The change is invisible to the front-end.
     Silent,
     /// The front-end was notified.
     Told,
-    /// The front-end cannot be notified, and sees it when it reads the configuration.
+    /// The front-end cannot be notified; it sees the change when it reads the configuration.
     Untold,
 }
 
 /// An order to an export.
 pub(super) enum ExportCommand<F: FrontEndSession> {
-    /// The device is this from now on.
+    /// Change the device.
     Change(Arc<DeviceInfo>, Sender<Result<Changed, String>>),
-    /// Limits the requests in flight of each queue; the answer is the new limit.
+    /// Limit the requests in flight of each queue; the answer is the new limit.
     Depth(usize, Sender<Result<usize, String>>),
-    /// Sets the scheduler of each queue.
+    /// Set the scheduler of each queue.
     Schedule(SchedulerConfig, Sender<Result<(), String>>),
-    /// Each queue passes these limits.
+    /// Set the rate limits of each queue.
     Rates(Vec<Arc<RateLimit>>, Sender<Result<(), String>>),
-    /// Have these queues as well, and offer so many from the next front-end on.
+    /// Add these queues, and offer this number of queues from the next front-end on.
     Offer(u16, Vec<QueueRemote<F::Queue>>, Sender<Result<Changed, String>>),
-    /// Say that orders are heard.
+    /// Confirm that orders are executed.
     Hear(Sender<()>),
-    /// Drains, and waits for the result of a handover.
+    /// Drain, and wait for the result of a handover.
     HandOver(Sender<Result<Handed<F::State>, String>>),
 }
 
-/// A handle on an export. Cloned at will; keeps nothing alive.
+/// Handle to control an export. Can be cloned; holds no strong reference.
 pub struct ExportHand<F: FrontEndSession> {
     orders: Sender<ExportCommand<F>>,
     caller: EndpointCaller,
@@ -56,60 +56,58 @@ impl<F: FrontEndSession> Clone for ExportHand<F> {
     }
 }
 
-/// The export's end.
+/// The export's end of the order channel.
 pub(super) struct ExportCommands<F: FrontEndSession>(Receiver<ExportCommand<F>>);
 
-/// Makes the two ends, for an export that is called by this.
+/// Makes both ends, for an export with this caller.
 pub(super) fn orders<F: FrontEndSession>(caller: EndpointCaller) -> (ExportHand<F>, ExportCommands<F>) {
     let (orders, receiver) = channel();
     (ExportHand { orders, caller }, ExportCommands(receiver))
 }
 
 impl<F: FrontEndSession> ExportHand<F> {
-    /// Changes the device: another size, other limits. Queues drain, change and continue; a front-end that can be
-    /// notified learns of another size. The channel ends without an answer if the export has ended.
+    /// Changes the device, such as its size or limits. Queues drain, change and resume; a front-end that supports it is
+    /// notified of a changed size. The channel closes without an answer if the export has ended.
     pub fn change(&self, info: Arc<DeviceInfo>) -> Receiver<Result<Changed, String>> {
         self.give(|answer| ExportCommand::Change(info, answer))
     }
 
-    /// Limits the requests in flight of each queue. The answer is the new limit: at most the one the queues were made
-    /// for.
+    /// Limits the requests in flight of each queue. The answer is the new limit, which never exceeds that of the
+    /// queues' creation.
     pub fn set_depth(&self, depth: usize) -> Receiver<Result<usize, String>> {
         self.give(|answer| ExportCommand::Depth(depth, answer))
     }
 
-    /// Sets the scheduler of each queue. No bio is lost, and no queue is drained.
+    /// Sets the scheduler of each queue. Keeps all bios and drains no queue.
     pub fn schedule(&self, config: SchedulerConfig) -> Receiver<Result<(), String>> {
         self.give(|answer| ExportCommand::Schedule(config, answer))
     }
 
-    /// Sets the rate limits of its queues together; empty for unlimited. No queue is drained.
+    /// Sets the shared rate limits of its queues; empty for unlimited. Drains no queue.
     pub fn set_rates(&self, limits: Vec<Arc<RateLimit>>) -> Receiver<Result<(), String>> {
         self.give(|answer| ExportCommand::Rates(limits, answer))
     }
 
-    /// Asks that so many queues be offered from the next front-end on: at least one, at most as many as were made, with
-    /// those in `more`, which live on their lanes already. They are given the device and the bound that the others have
-    /// by now.
+    /// Sets the number of queues offered from the next front-end on: at least one, at most the number of queues that
+    /// exist, with those in `more`, which are on their lanes already. New queues get the present device and limit.
     pub fn offer(&self, queues: u16, more: Vec<QueueRemote<F::Queue>>) -> Receiver<Result<Changed, String>> {
         self.give(|answer| ExportCommand::Offer(queues, more, answer))
     }
 
-    /// Asks whether orders are executed by now: not while it waits for a device, or for a descriptor of its front-end.
-    /// The channel ends without an answer if the export has ended.
+    /// Asks for confirmation that orders are executed; none comes while the export waits for a device or for a
+    /// descriptor of its front-end. The channel closes without an answer if the export has ended.
     pub fn hears(&self) -> Receiver<()> {
         self.give(ExportCommand::Hear)
     }
 
-    /// Drains the export, so that another process can continue with it. It stays quiesced until the answer is let go of
-    /// or dropped.
+    /// Drains the export for a handover to another process. It stays quiesced until the answer is released or dropped.
     pub fn hand_over(&self) -> Receiver<Result<Handed<F::State>, String>> {
         self.give(ExportCommand::HandOver)
     }
 
     fn give<T>(&self, order: impl FnOnce(Sender<T>) -> ExportCommand<F>) -> Receiver<T> {
         let (answer, wait) = channel();
-        // If the export has ended the order is dropped, and with it the channel for the answer.
+        // If the export has ended, the order is dropped with its answer channel.
         let _ = self.orders.send(order(answer));
         self.caller.call();
         wait
@@ -117,7 +115,7 @@ impl<F: FrontEndSession> ExportHand<F> {
 }
 
 impl<F: FrontEndSession> ExportCommands<F> {
-    /// The next order, if there is one.
+    /// The next order, if any.
     pub(super) fn next(&self) -> Option<ExportCommand<F>> {
         self.0.try_recv().ok()
     }

@@ -7,9 +7,9 @@
 //!      └── the front-end left ──┘     └──────── resumes its last state ──────┘
 //! ```
 //!
-//! While a front-end is connected the next one waits in the socket's backlog, and the log says so. When one leaves, or
-//! sends an invalid message, its queues drain, its memory is released, and the next one finds the disk in that state.
-//! Between two messages, or while no front-end is connected, the export executes orders (see [`super::orders`]).
+//! While a front-end is connected, the next one waits in the socket's backlog, which is logged. When a front-end leaves
+//! or sends an invalid message, its queues drain and its memory is released before the next one is served. Between two
+//! messages, or while no front-end is connected, the export executes orders (see [`super::orders`]).
 //!
 //! It is an [`Endpoint`] of a control loop: a step waits only for its own queues and for the receiver.
 
@@ -31,7 +31,7 @@ use super::queue::QueueRemote;
 use super::socket::BoundSocket;
 use super::waiters::Waiters;
 
-/// How long an export waits that could not take a connection: out of descriptors, most likely.
+/// Pause after a connection could not be accepted, most likely for lack of descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// State of a serving export, for other threads.
@@ -41,7 +41,7 @@ pub struct ExportStatus<V> {
     connected: AtomicBool,
     sessions: AtomicU64,
     offered: AtomicU16,
-    /// Zero for unset.
+    /// Zero means unset.
     depth: AtomicUsize,
     session: Mutex<V>,
 }
@@ -58,7 +58,7 @@ impl<V: Clone + Default> ExportStatus<V> {
         })
     }
 
-    /// Logs how many lines were left out since its front-ends caused too many. To be called now and then.
+    /// Logs the number of suppressed log lines. To be called periodically.
     pub fn log_held_back(&self) {
         self.log.tell_held_back();
     }
@@ -68,22 +68,22 @@ impl<V: Clone + Default> ExportStatus<V> {
         self.connected.load(Ordering::Relaxed)
     }
 
-    /// Front-ends so far.
+    /// Number of front-ends so far.
     pub fn sessions(&self) -> u64 {
         self.sessions.load(Ordering::Relaxed)
     }
 
-    /// Queues that the next front-end is offered.
+    /// Number of queues offered to the next front-end.
     pub fn offered(&self) -> u16 {
         self.offered.load(Ordering::Relaxed)
     }
 
-    /// Requests that each queue may have in flight, if that was bounded since they were made.
+    /// Maximum requests in flight of each queue, if limited since the queues were made.
     pub fn depth(&self) -> Option<usize> {
         Some(self.depth.load(Ordering::Relaxed)).filter(|depth| *depth > 0)
     }
 
-    /// The connected front-end, as of its last message, if any.
+    /// View of the connected front-end after its last message, if any.
     pub fn session(&self) -> Option<V> {
         let session = self.session.lock().unwrap_or_else(PoisonError::into_inner);
         self.is_connected().then(|| session.clone())
@@ -94,15 +94,15 @@ impl<V: Clone + Default> ExportStatus<V> {
     }
 }
 
-/// A serving export. Dropping it asks it to end, and waits: it leaves nothing behind, and removes its socket.
+/// A serving export. Dropping it stops the export, waits for its end and removes its socket.
 pub struct Server<F: FrontEndSession> {
     end: Arc<EndpointEnd>,
     stop: Stop,
     status: Arc<ExportStatus<F::View>>,
     hand: ExportHand<F>,
-    /// It is not waited for any more.
+    /// Whether the end was awaited already.
     is_done: bool,
-    /// Its control loop. Last: it may end with this.
+    /// Its control loop. Last field, since the drop may end the loop.
     _control: ControlLoop,
 }
 
@@ -117,12 +117,12 @@ impl<F: FrontEndSession> Server<F> {
     /// Serves a disk on a socket, with a private control loop.
     ///
     /// # Errors
-    /// The system gives no thread or descriptor.
+    /// The system has no thread or descriptor left.
     pub fn start(socket: impl Into<Arc<BoundSocket>>, config: ExportConfig<F>) -> io::Result<Server<F>> {
         Server::start_on(&ControlLoop::start()?, socket, config)
     }
 
-    /// The same, with a control loop that it shares with other exports. None delays another.
+    /// Serves a disk on a socket, with a control loop shared with other exports. No export delays another.
     ///
     /// # Errors
     /// The socket cannot be polled.
@@ -135,11 +135,11 @@ impl<F: FrontEndSession> Server<F> {
         Server::add(control, socket.into(), status, ExportPhase::Waiting(config, None))
     }
 
-    /// Prepares to continue with an export that another process has handed over, on its socket. No request is served,
-    /// and the other process is not affected, before [`Taking::go`].
+    /// Prepares to continue an export that another process has handed over, on its socket. Before [`Taking::go`], no
+    /// request is served and the other process is not affected.
     ///
     /// # Errors
-    /// The session is impossible for this disk, or the system gives no thread or descriptor.
+    /// The session is invalid for this disk, or the system has no thread or descriptor left.
     pub fn take_over(
         socket: impl Into<Arc<BoundSocket>>,
         config: ExportConfig<F>,
@@ -151,7 +151,7 @@ impl<F: FrontEndSession> Server<F> {
         Server::take_over_on(&control, socket, config, offered, wce, session)
     }
 
-    /// The same, with a control loop that it shares with other exports.
+    /// The same as [`Server::take_over`], with a control loop shared with other exports.
     ///
     /// # Errors
     /// As for [`Server::take_over`].
@@ -189,7 +189,7 @@ impl<F: FrontEndSession> Server<F> {
         status: Arc<ExportStatus<F::View>>,
         phase: ExportPhase<F>,
     ) -> io::Result<Server<F>> {
-        // A connection that poll has seen may be gone: another process may have the same listener.
+        // The polled connection may be gone: another process may share the listener.
         socket.listener().set_nonblocking(true)?;
         let asked = Arc::new(AtomicBool::new(false));
         let (about, stopped) = (Arc::clone(&status), Arc::clone(&asked));
@@ -205,28 +205,28 @@ impl<F: FrontEndSession> Server<F> {
         Ok(Server { end, stop, status, hand, is_done: false, _control: control.clone() })
     }
 
-    /// For changing it while it serves.
+    /// Handle for changes while the export serves.
     pub fn hand(&self) -> &ExportHand<F> {
         &self.hand
     }
 
-    /// Its state for other threads.
+    /// The state of the export, for other threads.
     pub fn status(&self) -> &Arc<ExportStatus<F::View>> {
         &self.status
     }
 
-    /// Whether it has ended by itself, which it does only when its lanes are gone.
+    /// Whether the export has ended by itself, which happens only after the end of its lanes.
     pub fn is_finished(&self) -> bool {
         self.end.is_set()
     }
 
-    /// Asks it to end: it accepts no new front-end, and disconnects the present one once its queues have drained.
+    /// Stops the export: it accepts no new front-end, and disconnects the present one once its queues have drained.
     pub fn ask_to_stop(&self) {
         self.stop.asked.store(true, Ordering::SeqCst);
         self.stop.caller.call();
     }
 
-    /// Waits until it has ended, by itself or because it was asked to.
+    /// Waits for the end of the export, by itself or after a stop.
     pub fn join(mut self) {
         self.end.wait();
         self.is_done = true;
@@ -245,35 +245,35 @@ impl<F: FrontEndSession> Drop for Server<F> {
     }
 }
 
-/// An export that is about to be taken over. Dropped, it leaves everything as it was.
+/// A prepared takeover. Dropping it leaves the export with the other process.
 pub struct Taking<F: FrontEndSession> {
-    /// Goes before the server, which waits for its end, which waits for this.
+    /// Declared before the server: its drop ends the export, for which the drop of the server waits.
     go: Sender<()>,
     server: Server<F>,
 }
 
 impl<F: FrontEndSession> Taking<F> {
-    /// Serves from now on: the other process has let go.
+    /// Starts to serve: the other process has ended its service.
     pub fn go(self) -> Server<F> {
-        // The export waits only for this.
+        // The export waits for this message.
         let _ = self.go.send(());
         self.server.stop.caller.call();
         self.server
     }
 
-    /// The export to be.
+    /// The prepared export.
     pub fn server(&self) -> &Server<F> {
         &self.server
     }
 }
 
-/// Initial state of an export: no front-end, or one whose queues run once it has begun with this.
+/// Initial state of an export: without a front-end, or with a session and the value that starts its queues.
 enum Begin<F: FrontEndSession> {
     Waiting(ExportConfig<F>),
     Connected(Box<F>, F::Start),
 }
 
-/// A front-end that is connected, and the others at its socket.
+/// A connected front-end, and other front-ends waiting at its socket.
 struct ConnectedFrontEnd<F> {
     session: F,
     waiters: Waiters,
@@ -281,31 +281,31 @@ struct ConnectedFrontEnd<F> {
 
 /// State of an export.
 enum ExportPhase<F: FrontEndSession> {
-    /// Handed over by another process, which has not let go yet.
+    /// Handed over by another process that still serves.
     Prepared(Receiver<()>, Begin<F>),
     /// No front-end is connected. No connection is accepted before this time, if set.
     Waiting(ExportConfig<F>, Option<Instant>),
     /// A front-end is connected.
     Connected(Box<ConnectedFrontEnd<F>>),
-    /// Quiesced until the result of its handover.
+    /// Quiesced until the result of the handover.
     Resting(Receiver<()>, Rested<F>),
-    /// It has ended.
+    /// Ended.
     Over,
 }
 
-/// A quiesced export: without a front-end, or with one whose queues of these numbers ran.
+/// A quiesced export: without a front-end, or with a session and the indexes of its queues that ran.
 enum Rested<F: FrontEndSession> {
     Waiting(ExportConfig<F>),
     Connected(Box<ConnectedFrontEnd<F>>, Vec<usize>),
 }
 
-/// An export, with all that it knows.
+/// An export as an endpoint of the control loop.
 struct ExportEndpoint<F: FrontEndSession> {
     context: ExportContext<F>,
     phase: ExportPhase<F>,
 }
 
-/// Resources of an export: its socket, its orders, and its state for others.
+/// Resources of an export: its socket, orders and published state.
 struct ExportContext<F: FrontEndSession> {
     socket: Arc<BoundSocket>,
     stop: Stop,
@@ -345,7 +345,7 @@ impl<F: FrontEndSession> Endpoint for ExportEndpoint<F> {
 }
 
 impl<F: FrontEndSession> ExportContext<F> {
-    /// One move; says whether another may follow at once.
+    /// One state transition; returns whether another may follow at once.
     fn advance(&self, phase: ExportPhase<F>) -> (ExportPhase<F>, bool) {
         let stops = self.stop.asked.load(Ordering::SeqCst);
         match phase {
@@ -359,7 +359,7 @@ impl<F: FrontEndSession> ExportContext<F> {
                     }
                 }
                 Err(TryRecvError::Empty) if !stops => (ExportPhase::Prepared(told, begin), false),
-                // The other process ended without a message: the preparation is dropped.
+                // The other process ended without a message: drops the preparation.
                 Err(_) => (ExportPhase::Over, false),
             },
             ExportPhase::Waiting(..) if stops => (ExportPhase::Over, false),
@@ -411,7 +411,7 @@ impl<F: FrontEndSession> ExportContext<F> {
         }
     }
 
-    /// Takes the next front-end, if one waits.
+    /// Accepts the next front-end, if one waits.
     fn accept(&self, mut config: ExportConfig<F>) -> (ExportPhase<F>, bool) {
         if !is_ready(self.socket.listener(), PollFlags::IN) {
             return (ExportPhase::Waiting(config, None), false);
@@ -433,7 +433,7 @@ impl<F: FrontEndSession> ExportContext<F> {
         }
     }
 
-    /// A session begins, with a front-end of this process; 0 if that is not known.
+    /// Starts a session with a front-end of this process; 0 if unknown.
     fn begin(&self, mut session: F, pid: i32, start: Option<F::Start>) -> ExportPhase<F> {
         self.status.note(session.view());
         self.status.connected.store(true, Ordering::Relaxed);
@@ -444,7 +444,7 @@ impl<F: FrontEndSession> ExportContext<F> {
         }
     }
 
-    /// A session ends: its queues drain.
+    /// Ends a session: drains its queues.
     fn end(&self, session: F, end: &SessionEnd<F::Error>) -> ExportPhase<F> {
         let (config, outcome) = session.end(end);
         self.status.connected.store(false, Ordering::Relaxed);
@@ -455,8 +455,7 @@ impl<F: FrontEndSession> ExportContext<F> {
         if matches!(end, SessionEnd::Handed) { ExportPhase::Over } else { ExportPhase::Waiting(config, None) }
     }
 
-    /// Executes orders. Stops after draining for a handover: returns the channel of the result, and the queues that
-    /// ran.
+    /// Executes orders. Stops after draining for a handover: returns the result channel and the queues that ran.
     fn obey(&self, subject: &mut Subject<'_, F>) -> Option<(Receiver<()>, Vec<usize>)> {
         while let Some(order) = self.orders.next() {
             match order {
@@ -492,7 +491,7 @@ impl<F: FrontEndSession> ExportContext<F> {
         None
     }
 
-    /// Adds these queues, and offers this number to the next front-end: a connected one keeps its number.
+    /// Adds these queues, and offers this number to the next front-end; a connected front-end keeps its number.
     fn offer(
         &self,
         subject: &mut Subject<'_, F>,
@@ -508,7 +507,7 @@ impl<F: FrontEndSession> ExportContext<F> {
         Ok(if matches!(subject, Subject::Connected(..)) { Changed::Silent } else { Changed::Unseen })
     }
 
-    /// Drains, and describes its state for the requester. Resumes at once if that fails.
+    /// Drains, and sends the handover state to the requester. Resumes at once if that fails.
     fn hand_over(
         &self,
         subject: &mut Subject<'_, F>,
@@ -535,7 +534,7 @@ impl<F: FrontEndSession> ExportContext<F> {
             })
         });
         let rests = state.is_ok();
-        // Dropping one end is seen at the other.
+        // The drop of one end is visible at the other.
         let (verdict, said) = channel();
         let rest = QuiescedExport::new(verdict, self.stop.caller.clone());
         let told = answer.send(state.map(|state| Handed { state, rest })).is_ok();
@@ -549,7 +548,7 @@ impl<F: FrontEndSession> ExportContext<F> {
     }
 }
 
-/// Subject of an order: a waiting export, or one with a front-end.
+/// Receiver of an order: a waiting export, or one with a front-end.
 enum Subject<'a, F: FrontEndSession> {
     Waiting(&'a mut ExportConfig<F>),
     Connected(&'a mut F),

@@ -1,4 +1,4 @@
-//! The listening socket of an export: its path, and who may connect.
+//! The listening socket of an export: its path and its permissions.
 
 use std::fmt;
 use std::io;
@@ -16,34 +16,34 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connec
 
 use super::acceptor::{Accepted, Acceptor, DirectAcceptor};
 
-/// Pauses between attempts while a socket has a listener: a last duplicate of a killed daemon's may be open for a
-/// moment. Each attempt costs that listener a connection.
+/// Pauses between attempts while a socket has a listener: a killed daemon's last duplicate may stay open for a moment.
+/// Each attempt costs that listener a connection.
 const ALIVE_WAITS: [Duration; 3] = [Duration::from_millis(50), Duration::from_millis(200), Duration::from_millis(800)];
 
-/// Where an export listens.
+/// Listening address of an export.
 #[derive(Clone, Debug, Default)]
 pub struct SocketConfig {
     /// The path of the socket.
     pub path: PathBuf,
-    /// Its permissions; by default those of the umask.
+    /// Permission bits; default from the umask.
     pub mode: Option<u32>,
-    /// The number of the group it belongs to; the process's own, if not given.
+    /// Group id; default is the group of the process.
     pub group: Option<u32>,
 }
 
-/// Why a socket cannot be had.
+/// Reason why a socket cannot be made.
 #[derive(Debug, thiserror::Error)]
 pub enum SocketError {
-    /// It has a listener.
+    /// The socket has a listener.
     #[error("socket {}: another server is listening on it; stop that one or choose another path", .0.display())]
     Alive(PathBuf),
-    /// Something else has that name.
+    /// Another file has that name.
     #[error("socket {}: a file that is not a socket has that name; remove it or choose another path", .0.display())]
     NotASocket(PathBuf),
-    /// The name is too long for the system.
+    /// The path is too long.
     #[error("socket {}: the path has {} bytes, a socket's may have 107; choose a shorter one", .0.display(), .0.as_os_str().len())]
     TooLong(PathBuf),
-    /// The system refused.
+    /// A system call failed.
     #[error("socket {}: {doing}: {source}; {cure}", path.display())]
     System {
         /// The path of the socket.
@@ -57,26 +57,26 @@ pub enum SocketError {
     },
 }
 
-/// A socket that listens, and is removed in the end.
+/// A listening socket, removed at its end.
 pub struct BoundSocket {
-    /// There until the socket is closed.
+    /// Set until the socket is closed.
     listener: Option<UnixListener>,
     acceptor: Arc<dyn Acceptor>,
     path: PathBuf,
     /// Device and inode, so that only our own socket is removed.
     identity: (u64, u64),
-    /// It is ours to remove.
+    /// Whether the socket file is ours to remove.
     owned: AtomicBool,
 }
 
 impl BoundSocket {
-    /// Listens at the path. A socket without a listener is replaced.
+    /// Listens at the path; replaces a socket without a listener.
     ///
     /// # Errors
     /// See [`SocketError`].
     pub fn bind(config: &SocketConfig) -> Result<BoundSocket, SocketError> {
         let path = config.path.clone();
-        // sun_path holds 108 bytes with the zero at its end.
+        // sun_path holds 108 bytes including the terminating zero.
         if path.as_os_str().len() > 107 {
             return Err(SocketError::TooLong(path));
         }
@@ -113,25 +113,25 @@ impl BoundSocket {
         Ok(bound)
     }
 
-    /// Goes on listening where another process does. The socket stays that one's until it is
-    /// [owned](BoundSocket::set_owned).
+    /// Continues to listen on a socket of another process, which keeps its ownership until
+    /// [`set_owned`](BoundSocket::set_owned).
     pub fn adopt(listener: OwnedFd, path: PathBuf, identity: (u64, u64)) -> BoundSocket {
         let (listener, acceptor) = (Some(listener.into()), Arc::new(DirectAcceptor));
         BoundSocket { listener, acceptor, path, identity, owned: AtomicBool::new(false) }
     }
 
-    /// Has its connections accepted by another process, and the socket closed there: for front-ends that are not
-    /// trusted to send only descriptors whose close cannot block.
+    /// Has connections accepted, and the socket closed, by another process: for untrusted front-ends, which may send
+    /// descriptors whose close blocks.
     ///
     /// # Errors
-    /// The acceptor cannot serve it.
+    /// The acceptor cannot serve the socket.
     pub fn accept_through(mut self, acceptor: Arc<dyn Acceptor>) -> io::Result<BoundSocket> {
         acceptor.listen(&self.path, self.listener().as_fd())?;
         self.acceptor = acceptor;
         Ok(self)
     }
 
-    /// Accepts the next connection of a non-blocking socket; `None` if none waits.
+    /// Accepts the next connection of a non-blocking socket; `None` if none is pending.
     ///
     /// # Errors
     /// It cannot be accepted.
@@ -143,7 +143,7 @@ impl BoundSocket {
         }
     }
 
-    /// Whether it is removed in the end.
+    /// Whether the socket file is removed at the end.
     pub fn set_owned(&self, owned: bool) {
         self.owned.store(owned, Ordering::Relaxed);
     }
@@ -153,12 +153,12 @@ impl BoundSocket {
         self.identity
     }
 
-    /// Where it is.
+    /// Path of the socket.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Removes it if it is ours, as its end does.
+    /// Removes the socket file if it is ours, as the drop does.
     pub fn remove(&self) {
         let owned = self.owned.swap(false, Ordering::Relaxed);
         if owned && std::fs::symlink_metadata(&self.path).is_ok_and(|m| (m.dev(), m.ino()) == self.identity) {
@@ -166,7 +166,7 @@ impl BoundSocket {
         }
     }
 
-    /// Its listening socket.
+    /// The listening socket.
     pub fn listener(&self) -> &UnixListener {
         let Some(listener) = &self.listener else { unreachable!("it is closed last") };
         listener
@@ -192,15 +192,15 @@ impl fmt::Debug for BoundSocket {
     }
 }
 
-/// Listens at a path. A `private` socket is accessible to its owner only from the first moment, for any umask, and is
+/// Listens at a path. A `private` socket is accessible to its owner only from its creation, for any umask, and is
 /// opened to others by its path later.
 fn listen_at(path: &Path, private: bool) -> Result<UnixListener, Errno> {
     /// The system's maximum; the default of the standard library.
     const BACKLOG: i32 = -1;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     if private {
-        // The mode of the descriptor, less the umask, becomes that of the name. The umask itself is the whole
-        // process's, and not to be changed while other threads make files.
+        // The mode of the descriptor, less the umask, becomes that of the file. The umask belongs to the whole process
+        // and must not change while other threads create files.
         rustix::fs::fchmod(&socket, rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR)?;
     }
     rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
@@ -208,14 +208,14 @@ fn listen_at(path: &Path, private: bool) -> Result<UnixListener, Errno> {
     Ok(socket.into())
 }
 
-/// The process's umask, read without changing it; one that leaves all to the owner, where it cannot be read.
+/// The process's umask, read without changing it; if unreadable, 0o077.
 fn umask() -> u32 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let said = status.lines().find_map(|line| line.strip_prefix("Umask:"));
     said.and_then(|umask| u32::from_str_radix(umask.trim(), 8).ok()).unwrap_or(0o077)
 }
 
-/// Makes room for a socket: a missing file is fine, a dead socket is removed, any other file stays.
+/// Makes room for a socket: a missing file is accepted, a socket without a listener is removed, any other file stays.
 fn remove_stale<F>(path: &Path, failed: &impl Fn(&'static str, &'static str) -> F) -> Result<(), SocketError>
 where
     F: FnOnce(io::Error) -> SocketError,
@@ -228,7 +228,7 @@ where
     if !metadata.file_type().is_socket() {
         return Err(SocketError::NotASocket(path.into()));
     }
-    // A full backlog has a listener.
+    // A full backlog implies a listener.
     let is_alive = |knocked: &Result<(), Errno>| matches!(knocked, Ok(()) | Err(Errno::AGAIN));
     let mut knocked = knock(path);
     for wait in ALIVE_WAITS {
@@ -249,7 +249,7 @@ where
     }
 }
 
-/// Connects, and disconnects. Does not wait for a listener that accepts no connection.
+/// Connects and disconnects. Does not wait for a listener that accepts no connection.
 fn knock(path: &Path) -> Result<(), Errno> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
@@ -293,7 +293,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("s");
         let listener = UnixListener::bind(&path).unwrap();
-        // As one that was made for a single front-end: the second waits, and the third cannot even do that.
+        // Backlog of a socket for one front-end: the second connection waits, and the third would block.
         rustix::net::listen(&listener, 0).unwrap();
         let _waiting = UnixStream::connect(&path).unwrap();
         let (told, came) = std::sync::mpsc::channel();
@@ -304,11 +304,11 @@ mod tests {
 
     #[test]
     fn a_socket_is_never_more_open_than_it_is_to_be() {
-        /// Enough to show the fault many times, on one CPU too.
+        /// Enough repetitions to show the fault, also on one CPU.
         const BINDS: usize = 2000;
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("s");
-        // Only root can give it to a group that is not his own.
+        // Only root can set a group of which it is no member.
         let own = std::fs::metadata(folder.path()).unwrap().gid();
         let group = if rustix::process::geteuid().is_root() { own + 12_345 } else { own };
         let over = AtomicBool::new(false);

@@ -10,31 +10,32 @@ use blkyard_sys::{PollFlags, is_ready};
 use super::log::ExportLog;
 use super::socket::BoundSocket;
 
-/// How long another front-end may wait before it is said: one that is restarted may come back before its end is seen.
+/// Waiting time of a second front-end before it is logged: a restarted one may reconnect before its old connection
+/// ends.
 const GRACE: Duration = Duration::from_millis(300);
-/// How often it is said, at most, while one front-end is connected.
+/// Minimum interval of this log line while one front-end is connected.
 const INTERVAL: Duration = Duration::from_mins(1);
 
 /// Checks the socket of a connected front-end for waiting ones.
 #[derive(Debug, Default)]
 pub(super) struct Waiters {
-    /// The process of the front-end that is connected; 0 if it is not known.
+    /// Process id of the connected front-end; 0 if unknown.
     connected: i32,
-    /// When a waiting one was first seen that is not logged yet.
+    /// Time when an unlogged waiting front-end was first seen.
     seen: Option<Instant>,
     told: Option<Instant>,
-    /// Whether the export is to run when a front-end waits at its socket, and the latest time of its next run.
+    /// Whether the export is to run when another front-end arrives at its socket, and the latest time of its next run.
     pub(super) looks: bool,
     pub(super) deadline: Option<Instant>,
 }
 
 impl Waiters {
-    /// Those beside a front-end of this process.
+    /// Waiters of an export whose connected front-end is this process.
     pub(super) fn beside(connected: i32) -> Waiters {
         Waiters { connected, ..Waiters::default() }
     }
 
-    /// Checks the export's socket for waiting front-ends, if it is time to, and logs them. They continue to wait.
+    /// Checks the export's socket for waiting front-ends if a check is due, and logs them. Accepts none of them.
     pub(super) fn look_at(&mut self, socket: &BoundSocket, log: &ExportLog) {
         loop {
             let now = Instant::now();
@@ -48,13 +49,13 @@ impl Waiters {
             if self.found(waits, now) {
                 log.warn(second_front_end(self.connected));
             } else if self.looks && !waits {
-                // Until one arrives.
+                // Until another front-end arrives.
                 return;
             }
         }
     }
 
-    /// Whether the socket is to be polled now, and until when; otherwise the time until the next poll.
+    /// Whether the socket is to be polled for events, and until when; otherwise the time of the next check.
     fn look(&self, now: Instant) -> (bool, Option<Duration>) {
         match (self.seen.map(|seen| seen + GRACE), self.told.map(|told| told + INTERVAL)) {
             (Some(due), _) => (now >= due, Some(due.saturating_duration_since(now))),
@@ -63,7 +64,7 @@ impl Waiters {
         }
     }
 
-    /// Result of a poll. True if the log is to say that another front-end waits.
+    /// Handles the result of a poll. Returns whether to log a waiting front-end.
     fn found(&mut self, waits: bool, now: Instant) -> bool {
         let is_due = waits && self.seen.is_some();
         self.seen = (waits && !is_due).then_some(now);
@@ -74,7 +75,7 @@ impl Waiters {
     }
 }
 
-/// Log text for another front-end that waits while that of this process is connected; 0 if unknown.
+/// Log text for a front-end that waits while that of this process is connected; 0 if unknown.
 fn second_front_end(connected: i32) -> String {
     format!(
         "another front-end waits for this socket, and is served when {} leaves; end that one, or serve the second an \

@@ -1,31 +1,31 @@
-//! Threads that run steps, which may block.
+//! Threads that run steps that may block.
 //!
-//! A few threads are started as steps come. If a step has waited for a thread for longer than [`GRACE`], more are
-//! started: as many as are blocked, at least one, at most one for each waiting step. So the number of threads grows by
-//! a factor while steps block, and `n` blocked steps delay the others by `GRACE` times the logarithm of `n`. There are
-//! at most as many threads as steps, and a few. A thread without work ends.
+//! A few threads are started as steps arrive. When a step has waited for a thread for longer than [`GRACE`], more are
+//! started: as many as are blocked, at least one, at most one for each waiting step. The number of threads thus grows
+//! by a factor while steps block, and `n` blocked steps delay the others by `GRACE` times the logarithm of `n`. The
+//! number of threads never exceeds the number of steps plus a few. An idle thread ends.
 //!
-//! It does not know what a step does.
+//! The content of a step is unknown here.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Threads that are started without a step that had to wait for one.
+/// Number of threads started before any step has waited.
 const THREADS: usize = 4;
-/// Time that a step waits for a thread before more are started: longer than a step takes that does not block.
+/// Waiting time of a step after which more threads are started; longer than any step that does not block.
 const GRACE: Duration = Duration::from_millis(5);
 /// Idle time after which a thread ends.
 const IDLE_TIME: Duration = Duration::from_secs(2);
 
-/// One step of something.
+/// One step.
 pub(super) type Step = Box<dyn FnOnce() + Send>;
 
-/// The threads.
+/// The thread pool.
 pub(super) struct WorkerPool {
     shared: Arc<PoolShared>,
-    /// The log has a line that no thread can be started.
+    /// Whether the failure to start a thread was logged.
     is_told: bool,
 }
 
@@ -37,16 +37,16 @@ struct PoolShared {
 
 #[derive(Default)]
 struct PoolState {
-    /// Steps without a thread, and since when.
+    /// Steps waiting for a thread, and since when.
     waiting: VecDeque<(Step, Instant)>,
     threads: usize,
     /// Threads without a step.
     idle: usize,
-    /// Times that a waiting step was found late.
+    /// Number of checks that found an overdue step.
     looks: u64,
-    /// Threads whose step began before the last of them, [`GRACE`] ago or longer.
+    /// Threads whose step began before the last such check, [`GRACE`] ago or longer.
     blocked: usize,
-    /// Threads whose step began since.
+    /// Threads whose step began after the last such check.
     recent: usize,
     is_closed: bool,
 }
@@ -56,7 +56,7 @@ impl PoolShared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Runs steps until there has been none for a while.
+    /// Runs steps until none has arrived for [`IDLE_TIME`].
     fn work(&self) {
         let mut state = self.state();
         loop {
@@ -64,7 +64,7 @@ impl PoolShared {
                 let began = state.looks;
                 state.recent += 1;
                 drop(state);
-                // A panic ends the endpoint; its waiters see that, and it was logged when it happened.
+                // A panic ends the endpoint. It was already logged, and waiters are notified by the drop.
                 let _ = catch_unwind(AssertUnwindSafe(step));
                 state = self.state();
                 *(if began == state.looks { &mut state.recent } else { &mut state.blocked }) -= 1;
@@ -82,7 +82,7 @@ impl PoolShared {
             }
         }
         state.threads -= 1;
-        // The closing thread waits for this. The other threads would wait again.
+        // The closing thread waits for this; any other thread would only wait again.
         if state.is_closed {
             self.changed.notify_all();
         }
@@ -90,12 +90,12 @@ impl PoolShared {
 }
 
 impl WorkerPool {
-    /// No thread yet.
+    /// A pool without threads.
     pub(super) fn new() -> WorkerPool {
         WorkerPool { shared: Arc::default(), is_told: false }
     }
 
-    /// Has a step run.
+    /// Queues a step.
     pub(super) fn send(&mut self, step: Step) {
         let mut state = self.shared.state();
         state.waiting.push_back((step, Instant::now()));
@@ -107,7 +107,7 @@ impl WorkerPool {
         }
     }
 
-    /// When to check for a step that has waited for too long.
+    /// Time of the next check for an overdue step.
     pub(super) fn deadline(&self) -> Option<Instant> {
         self.shared.state().waiting.front().map(|(_, since)| *since + GRACE)
     }
@@ -119,7 +119,7 @@ impl WorkerPool {
         if !is_late {
             return;
         }
-        // The next check is due after the same time.
+        // The next check is due after the same interval.
         state.waiting.iter_mut().for_each(|(_, since)| *since = now);
         let more = state.blocked.clamp(1, state.waiting.len());
         state.looks += 1;
@@ -132,7 +132,7 @@ impl WorkerPool {
         }
     }
 
-    /// False if the system has no thread.
+    /// Returns false if the system refuses a thread.
     fn start_one(&mut self) -> bool {
         self.shared.state().threads += 1;
         let shared = Arc::clone(&self.shared);
@@ -166,7 +166,7 @@ mod tests {
 
     const PATIENCE: Duration = Duration::from_secs(30);
 
-    /// The time is virtual: each look comes `GRACE` after the one before, once every thread is at a step.
+    /// The time is virtual: each check comes `GRACE` after the previous one, once every thread runs a step.
     #[test]
     fn blocked_steps_delay_others_by_their_logarithm() {
         const BLOCKED: usize = 300;

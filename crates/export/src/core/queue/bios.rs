@@ -7,7 +7,7 @@ use std::sync::mpsc::Sender;
 
 use blkyard_mq::{Bio, HwQueue, Op};
 
-/// The request number in the cookie of the control path's flush, which is no request of the client.
+/// The request number in the cookie of the control path's flush, which no client request has.
 const FLUSH: u32 = u32::MAX;
 
 /// Cookie of a client queue's bio: its member, and the number of its request there.
@@ -15,7 +15,7 @@ fn cookie(member: usize, request: u32) -> u64 {
     (member as u64) << 32 | u64::from(request)
 }
 
-/// The number of the client queue that a bio belongs to.
+/// Number of the client queue in a bio's cookie.
 #[inline]
 pub(super) fn member_of(cookie: u64) -> usize {
     (cookie >> 32) as usize
@@ -32,23 +32,23 @@ pub(super) fn is_flush(bio: &Bio) -> bool {
     request_of(bio.cookie) == FLUSH
 }
 
-/// A bio is from now on of the client queue with this number.
+/// Assigns a bio to the client queue with this number.
 pub(super) fn set_member(bio: &mut Bio, member: usize) {
     bio.cookie = cookie(member, request_of(bio.cookie));
     bio.submitter = member as u16;
 }
 
-/// The bios of a client queue. `T` is the protocol's data for the end of each.
+/// The bios of a client queue. `T` is the protocol's data for the completion of each.
 pub(super) struct BioPool<T> {
     free: Vec<Box<Bio>>,
-    /// By request number; set for those that are in the hardware queue.
+    /// By request number; set while the bio is in the hardware queue.
     pending: Box<[Option<T>]>,
-    /// Bios that may be in the hardware queue at one time.
+    /// Maximum bios in the hardware queue.
     out_max: usize,
 }
 
 impl<T> BioPool<T> {
-    /// So many bios, with room for so many segments each, of the client queue with this number.
+    /// This number of bios with room for this number of segments each, for the client queue with this number.
     pub(super) fn new(member: usize, bios: usize, segments: usize) -> BioPool<T> {
         let bio = |index| {
             let mut bio = Bio::with_capacity(segments);
@@ -69,13 +69,13 @@ impl<T> BioPool<T> {
         self.free.push(bio);
     }
 
-    /// A bio goes to the hardware queue.
+    /// Stores the data of a bio before it enters the hardware queue.
     #[inline(always)]
     pub(super) fn keep(&mut self, bio: &Bio, pending: T) {
         self.pending[request_of(bio.cookie) as usize] = Some(pending);
     }
 
-    /// A bio has come back.
+    /// Takes the data of a returned bio.
     #[inline(always)]
     pub(super) fn pending_of(&mut self, bio: &Bio) -> T {
         let Some(pending) = self.pending[request_of(bio.cookie) as usize].take() else {
@@ -89,12 +89,12 @@ impl<T> BioPool<T> {
         &mut self.free
     }
 
-    /// Lets no more than so many into the hardware queue. Bios beyond that number leave it when they complete.
+    /// Limits the bios in the hardware queue. Excess bios leave it when they complete.
     pub(super) fn set_out_max(&mut self, out_max: usize) {
         self.out_max = out_max;
     }
 
-    /// How many more may go to the hardware queue.
+    /// Number of bios that may still enter the hardware queue.
     #[inline]
     pub(super) fn room(&self) -> usize {
         self.free.len().min(self.out_max.saturating_sub(self.out()))
@@ -107,7 +107,7 @@ impl<T> BioPool<T> {
     }
 }
 
-/// Flushes that the control path asks for, one at a time.
+/// Flushes requested by the control path, one at a time.
 pub(super) struct Flushing {
     /// `None` while it is in flight.
     bio: Option<Box<Bio>>,
@@ -123,12 +123,12 @@ impl Flushing {
         Flushing { bio: Some(bio), asked: Vec::new() }
     }
 
-    /// Makes all completed writes durable, then reports success.
+    /// Requests a flush of all completed writes; the channel receives whether it succeeded.
     pub(super) fn ask(&mut self, answer: Sender<bool>) {
         self.asked.push(answer);
     }
 
-    /// Submits a flush if one is requested and there is room.
+    /// Submits a flush if one is requested and the queue has room.
     #[inline]
     pub(super) fn submit<D>(&mut self, hw: &mut HwQueue<D>) {
         if !self.asked.is_empty()
@@ -145,7 +145,7 @@ impl Flushing {
         self.bio = Some(bio);
     }
 
-    /// Answers all requests.
+    /// Answers all pending flush requests.
     #[inline]
     pub(super) fn answer(&mut self, is_durable: bool) {
         for answer in self.asked.drain(..) {
@@ -153,13 +153,13 @@ impl Flushing {
         }
     }
 
-    /// Whether no flush is in flight.
+    /// Whether the flush bio is free.
     #[inline]
     pub(super) fn is_at_hand(&self) -> bool {
         self.bio.is_some()
     }
 
-    /// The bio, unless it is in flight.
+    /// The flush bio; `None` while it is in flight.
     pub(super) fn bio_mut(&mut self) -> Option<&mut Box<Bio>> {
         self.bio.as_mut()
     }

@@ -1,12 +1,11 @@
-//! One client queue of an export: its bios, its commands and its session, apart from its hardware queue.
+//! One client queue of an export: its bios, commands and session, apart from its hardware queue.
 //!
-//! A hardware queue may serve several client queues. Each has separate bios, ring, call descriptor and mailbox, and
-//! suspends by itself: it is drained when its own bios are back, independent of the others. A bio's cookie names its
-//! client queue.
+//! A hardware queue may serve several client queues. Each has its own bios, ring, call descriptor and mailbox, and is
+//! suspended independently: it is drained when its own bios have returned. A bio's cookie names its client queue.
 //!
 //! Owned by a [`QueuePoller`](super::QueuePoller), which lends it the hardware queue for each step of a round. Memory
-//! belongs to the hardware queue: the first client queue that starts sets it, the others must have the same, and the
-//! last one that stops clears it. Only the protocol knows the content of a ring ([`QueueSession`]).
+//! belongs to the hardware queue: the first client queue that starts sets it, the others must have the same memory, and
+//! the last one that stops clears it. Only the protocol knows the content of a ring ([`QueueSession`]).
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -24,7 +23,7 @@ use super::view::QueueView;
 
 /// A client queue of a [`QueuePoller`](super::QueuePoller), with a session or idle.
 pub(crate) struct ClientQueue<S: QueueSession> {
-    /// Its number among the members of its hardware queue; stays while it is one of them.
+    /// Member number in its hardware queue; constant while it is a member.
     number: usize,
     pub(super) port: QueuePort<S>,
     identity: S::Identity,
@@ -33,23 +32,23 @@ pub(crate) struct ClientQueue<S: QueueSession> {
     bios: BioPool<S::Pending>,
     /// Counters of its I/O.
     stats: Arc<HwStats>,
-    /// Requests it may have in flight, and the most that can be.
+    /// Limit of requests in flight, and its upper bound.
     depth: usize,
     depth_max: usize,
-    /// Whether that bound was asked for.
+    /// Whether the limit was set explicitly.
     is_depth_set: bool,
     suspending: Vec<Sender<Option<S::Base>>>,
     /// Reply channel of a request to leave its hardware queue.
     parting: Option<OneshotSender<Box<ClientQueue<S>>>>,
     flushing: Flushing,
     retiring: bool,
-    /// To move to another lane once it is drained.
+    /// Set if the queue moves to another lane once it is drained.
     leaving: bool,
     signal: SignalSlot,
 }
 
 impl<S: QueueSession> ClientQueue<S> {
-    /// A stopped queue that has such a share of its hardware queue.
+    /// A stopped queue with this share of its hardware queue.
     pub(super) fn new(number: usize, identity: S::Identity, port: QueuePort<S>, share: QueueShare) -> ClientQueue<S> {
         let QueueShare { bios, depth } = share;
         let (stats, refusals) = (port.stats(), port.refusals());
@@ -77,7 +76,7 @@ impl<S: QueueSession> ClientQueue<S> {
         self.number
     }
 
-    /// Sets its number. None of its bios is in a hardware queue.
+    /// Sets its number. None of its bios may be in a hardware queue.
     pub(super) fn set_number(&mut self, number: usize) {
         self.number = number;
         for bio in self.bios.free_mut().iter_mut().chain(self.flushing.bio_mut()) {
@@ -99,8 +98,8 @@ impl<S: QueueSession> ClientQueue<S> {
         self.depth
     }
 
-    /// Bounds its bios in the hardware queue by its depth, if that was asked for and the hardware queue has the depths
-    /// of several members together. Otherwise a member may use what the others leave.
+    /// Limits its bios in the hardware queue to its depth, if a limit was set and the hardware queue has the summed
+    /// depths of several members. Otherwise a member may use the unused share of the others.
     pub(super) fn bound_bios(&mut self, shares_depth: bool) {
         self.bios.set_out_max(if shares_depth && self.is_depth_set { self.depth } else { usize::MAX });
     }
@@ -124,18 +123,18 @@ impl<S: QueueSession> ClientQueue<S> {
         self.retiring || self.leaving || self.parting.is_some() || !self.suspending.is_empty()
     }
 
-    /// It is to come to rest, and has not. A member that is retired may rest beside others for long.
+    /// Whether it is stopping and not drained. A retired member may stay drained beside others for long.
     #[inline]
     pub(super) fn is_draining(&self) -> bool {
         self.is_stopping() && self.session.is_some()
     }
 
-    /// Whether it is to leave its hardware queue, and is drained.
+    /// Whether it is to leave its hardware queue and is drained.
     pub(super) fn is_parting(&self) -> bool {
         self.parting.is_some() && self.owes_nothing() && self.is_drained()
     }
 
-    /// All that a session before this one had in flight is fetched, or never will be.
+    /// Whether all requests left in flight by a previous session were fetched, or never will be.
     fn owes_nothing(&self) -> bool {
         self.session.as_ref().is_none_or(|session| session.left() == 0 || session.is_broken())
     }
@@ -158,7 +157,7 @@ impl<S: QueueSession> ClientQueue<S> {
         self.parting.take()
     }
 
-    /// Continues at another hardware queue. `shares` says whether other members of it run.
+    /// Continues on another hardware queue. `shares` says whether other members of it run.
     pub(super) fn enter<Cx: ?Sized + SignalEventfd, D: Driver<Cx>>(
         &mut self,
         hw: &mut HwQueue<D>,
@@ -170,7 +169,7 @@ impl<S: QueueSession> ClientQueue<S> {
         if !shares {
             hw.set_memory(cx, Arc::clone(session.memory()));
         } else if !hw.memory().is_same(session.memory()) {
-            // Changes of memory suspend all queues first, and this one was not.
+            // Changes of memory suspend all queues first, which does not include this one.
             session.stop("the other queues of its hardware queue run with other memory");
         }
         if let Some(kicks) = kicks {
@@ -178,7 +177,7 @@ impl<S: QueueSession> ClientQueue<S> {
         }
     }
 
-    /// Its kick is heard through a set from now on, and no more by its lane itself.
+    /// Waits for its kick by a set from now on, not directly by its lane.
     pub(super) fn kick_through<Cx: ?Sized + SignalEventfd>(&mut self, kicks: &KickSet, cx: &mut Cx) {
         if let Some(session) = &mut self.session {
             leave_kick(session, None, cx);
@@ -191,7 +190,7 @@ impl<S: QueueSession> ClientQueue<S> {
     }
 
     /// Executes commands of the control path, except those for its hardware queue. `shares` says whether other members
-    /// of that run.
+    /// of the hardware queue run.
     #[cold]
     pub(super) fn obey<Cx: ?Sized + SignalEventfd, D: Driver<Cx>>(
         &mut self,
@@ -215,7 +214,7 @@ impl<S: QueueSession> ClientQueue<S> {
             }
             ClientCommand::Change(info, answer) => {
                 let at_rest = self.session.is_none() && hw.is_idle();
-                // A new queue beside running ones gets the state that its hardware queue has already.
+                // A new queue beside running ones gets the present state of their hardware queue.
                 let is_known = self.session.is_none() && is_same_disk(hw.info(), &info);
                 if at_rest {
                     hw.set_info(0, info);
@@ -262,7 +261,7 @@ impl<S: QueueSession> ClientQueue<S> {
         Ok(())
     }
 
-    /// Once it is drained: releases the ring and reports its position.
+    /// Once drained: releases the ring and reports its position.
     #[cold]
     fn rest<Cx: ?Sized + SignalEventfd, D: Driver<Cx>>(
         &mut self,
@@ -283,8 +282,8 @@ impl<S: QueueSession> ClientQueue<S> {
         }
     }
 
-    /// State for inspection. That of the hardware queue is shown with its first member; the others show their settings
-    /// and their own bios.
+    /// State for inspection. The first member shows the hardware queue; the others show their settings and their own
+    /// bios.
     pub(super) fn view<D>(&self, hw: &HwQueue<D>, is_first: bool, now_ns: u64) -> QueueView {
         let mut hw = hw.snapshot(now_ns);
         if !is_first {
@@ -299,15 +298,15 @@ impl<S: QueueSession> ClientQueue<S> {
     /// Answers commands that need no work while no session runs.
     #[inline]
     pub(super) fn answer_at_rest(&mut self) {
-        // Drained already: memory was released at the end of the session.
+        // Already drained: memory was released at the end of the session.
         for answer in self.suspending.drain(..) {
             let _ = answer.send(None);
         }
-        // Without memory there were no writes since.
+        // No writes were possible without memory.
         self.flushing.answer(true);
     }
 
-    /// Begins a round, which completes bios.
+    /// Starts a round; bios complete next.
     #[inline(always)]
     pub(super) fn resume(&mut self) {
         if let Some(session) = &mut self.session {
@@ -315,7 +314,7 @@ impl<S: QueueSession> ClientQueue<S> {
         }
     }
 
-    /// One of its bios has completed.
+    /// Completes one of its bios.
     #[inline(always)]
     pub(super) fn end(&mut self, bio: Box<Bio>) {
         match &mut self.session {
@@ -329,8 +328,8 @@ impl<S: QueueSession> ClientQueue<S> {
         }
     }
 
-    /// Passes on what the client offered, and shows it what was completed if anything has moved by now. `waits` says
-    /// that it waits for another member to be drained.
+    /// Publishes completions if anything has changed, and fetches requests. `waits` says that it waits for another
+    /// member to drain.
     #[inline(always)]
     pub(super) fn feed<Cx: ?Sized + SignalEventfd, D>(
         &mut self,
@@ -344,26 +343,26 @@ impl<S: QueueSession> ClientQueue<S> {
         let Some(session) = &mut self.session else { return busy };
         self.flushing.submit(hw);
         if !session.is_broken() {
-            // A queue that drains fetches requests left in flight by an earlier owner, and no others.
+            // A draining queue fetches only the requests left in flight by an earlier owner.
             let most = match (stopping, waits) {
                 (true, _) => session.left().min(session.round_max()),
                 (false, true) => 0,
                 (false, false) => session.round_max(),
             };
-            // The control path's flush takes a slot, too: more bios may be free than there is room for.
+            // The control path's flush takes a slot, too, so free bios may exceed the available slots.
             let most = most.min(hw.room()).min(self.bios.room());
             let (identity, refusals) = (&self.identity, &*self.refusals);
             let mut feed = BioFeed { hw, bios: &mut self.bios, identity, refusals };
             busy |= session.fetch(&mut feed, most, device_idle);
         }
-        // Before the device has its turn, which may take a while: the client need not wait for that.
+        // Published before the device's turn, which may be long.
         if busy {
             session.publish(&mut QueueSignals { cx, slot: &mut self.signal });
         }
         busy
     }
 
-    /// Ends its part of a round. True if it has drained, or notified the client.
+    /// Ends its part of a round. Returns whether it has drained or notified the client.
     #[inline(always)]
     pub(super) fn end_round<Cx: ?Sized + SignalEventfd, D: Driver<Cx>>(
         &mut self,
@@ -383,16 +382,16 @@ impl<S: QueueSession> ClientQueue<S> {
         told
     }
 
-    /// Lets go of the lane it was on.
+    /// Detaches from its lane.
     pub(super) fn leave<Cx: ?Sized + SignalEventfd>(&mut self, cx: &mut Cx) {
-        // A call that has not gone through goes to an eventfd that is signalled already.
+        // A pending call goes to an eventfd that is already signalled.
         cx.forget(&mut self.signal);
     }
 
-    /// Asks the client to kick from now on. True if there is something to do already. `waits` says that it waits for
-    /// another member to be drained.
+    /// Requests a kick from the client. Returns whether work is already available. `waits` says that it waits for
+    /// another member to drain.
     pub(super) fn arm(&mut self, room: usize, waits: bool) -> bool {
-        // A queue that is being stopped fetches nothing, and waits only for completions.
+        // A stopping queue fetches nothing, and waits only for completions.
         let fetches = !self.is_stopping() && !waits;
         match &mut self.session {
             Some(session) if fetches && !session.is_broken() => {
@@ -409,7 +408,7 @@ impl<S: QueueSession> ClientQueue<S> {
         }
     }
 
-    /// The descriptor that the client kicks, if it is to be listened to now.
+    /// The kick descriptor to wait for, if any.
     pub(super) fn kick(&self) -> Option<BorrowedFd<'_>> {
         self.session.as_ref().filter(|session| !session.is_broken() && !self.is_stopping())?.kick()
     }
@@ -421,7 +420,7 @@ impl<S: QueueSession> ClientQueue<S> {
     }
 }
 
-/// Has a session's kick heard through a set.
+/// Adds a session's kick to a set.
 #[cold]
 fn join_kicks<S: QueueSession>(session: &mut S, kicks: &KickSet) {
     if let Some(Err(error)) = session.kick().map(|kick| kicks.add(kick)) {
@@ -429,7 +428,7 @@ fn join_kicks<S: QueueSession>(session: &mut S, kicks: &KickSet) {
     }
 }
 
-/// Has a session's kick no longer heard.
+/// Removes a session's kick from the set.
 fn leave_kick<S: QueueSession, Cx: ?Sized + SignalEventfd>(session: &S, kicks: Option<&KickSet>, cx: &mut Cx) {
     match (session.kick(), kicks) {
         (Some(kick), Some(kicks)) => kicks.remove(kick),
@@ -438,7 +437,7 @@ fn leave_kick<S: QueueSession, Cx: ?Sized + SignalEventfd>(session: &S, kicks: O
     }
 }
 
-/// Whether two descriptions are of the same disk in the same state.
+/// Whether two descriptions are of the same disk with the same state.
 fn is_same_disk(one: &DeviceInfo, other: &DeviceInfo) -> bool {
     let parts = |info: &DeviceInfo| {
         (info.capacity_sectors, info.limits, info.read_only, info.volatile_cache, info.fua, info.rotational)

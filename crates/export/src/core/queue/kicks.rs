@@ -1,8 +1,8 @@
 //! The kicks of several client queues as one descriptor, on which their lane sleeps.
 //!
-//! An epoll instance, edge-triggered: it is readable from a kick until the lane has read it, and the kick descriptors
-//! themselves are never read. So a kick of one client queue that is stopped meanwhile stays for the descriptor's next
-//! user. It holds no descriptor: each is removed before its owner drops it.
+//! An edge-triggered epoll instance. It stays readable from a kick until the lane has read it, and the kick descriptors
+//! themselves are never read. A kick of a client queue that is stopped meanwhile is therefore kept for the descriptor's
+//! next user. The set owns no descriptor: each is removed before its owner drops it.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -17,20 +17,20 @@ impl KickSet {
     /// An empty set.
     ///
     /// # Errors
-    /// The system has no descriptor.
+    /// The system has no descriptor left.
     pub(crate) fn new() -> io::Result<KickSet> {
         Ok(KickSet(epoll::create(CreateFlags::CLOEXEC)?))
     }
 
-    /// Adds a kick, which is reported even if it came before.
+    /// Adds a kick; an earlier signal is reported, too.
     ///
     /// # Errors
-    /// It is in the set already, or the system's limit on watches is reached.
+    /// The kick is already in the set, or the system's limit on watches is reached.
     pub(crate) fn add(&self, kick: BorrowedFd<'_>) -> io::Result<()> {
         Ok(epoll::add(&self.0, kick, EventData::new_u64(0), EventFlags::IN | EventFlags::ET)?)
     }
 
-    /// Listens no more to this kick.
+    /// Removes a kick.
     pub(crate) fn remove(&self, kick: BorrowedFd<'_>) {
         let removed = epoll::delete(&self.0, kick);
         debug_assert!(removed.is_ok(), "a kick was removed that was never added: {removed:?}");

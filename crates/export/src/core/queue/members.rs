@@ -1,9 +1,8 @@
 //! The client queues of a hardware queue, and their changes at run time.
 //!
-//! A client queue leaves by itself: it fetches nothing more, and leaves once its own bios are back, independent of the
-//! others. It takes its session, bios, counters and unread commands along, and continues from the same position when
-//! another hardware queue of its export has adopted it. The control path carries it
-//! ([`QueueMover`](super::QueueMover)).
+//! A client queue leaves by itself: it stops fetching, and leaves once its own bios have returned, independent of the
+//! others. It keeps its session, bios, counters and unread commands, and continues from the same position when another
+//! hardware queue of its export has adopted it. The control path moves it ([`QueueMover`](super::QueueMover)).
 
 use std::fmt;
 use std::io;
@@ -17,19 +16,19 @@ use super::protocol::QueueSession;
 use super::remote::QueuePort;
 use super::{QueuePoller, QueueShare, others_run};
 
-/// A client queue between two hardware queues. Its front-end notices a pause. Dropped, it never runs again.
+/// A client queue detached from its hardware queue; its front-end sees a pause. If dropped, it never runs again.
 pub struct DetachedQueue<S: QueueSession> {
     pub(super) queue: Box<ClientQueue<S>>,
-    /// For the kicks of its next hardware queue, should that have served one client queue only.
+    /// Kick set for its next hardware queue, in case that had only one client queue.
     pub(super) kicks: KickSet,
 }
 
 impl<S: QueueSession> DetachedQueue<S> {
-    /// A client queue without a hardware queue, stopped. `stream` identifies its bios for schedulers: no two client
-    /// queues of a device have the same.
+    /// A stopped client queue without a hardware queue. `stream` identifies its bios for schedulers and is unique for
+    /// each client queue of a device.
     ///
     /// # Errors
-    /// The system has no descriptor for several kicks.
+    /// The system has no descriptor for a set of kicks.
     pub fn new(
         identity: S::Identity,
         port: QueuePort<S>,
@@ -49,14 +48,14 @@ impl<S: QueueSession> fmt::Debug for DetachedQueue<S> {
 }
 
 impl<D, S: QueueSession> QueuePoller<D, S> {
-    /// A hardware queue for a client queue that is new or has left another one of the same export.
+    /// A hardware queue for a client queue that is new or was detached from another one of the same export.
     pub fn of_detached(hw: HwQueue<D>, detached: DetachedQueue<S>) -> QueuePoller<D, S> {
         let mut queue = *detached.queue;
         queue.set_number(0);
         QueuePoller::of(hw, vec![queue], None)
     }
 
-    /// Hands over the members that are requested and drained. Busy if one has left, or there were commands.
+    /// Hands over the drained members that were requested. Returns busy if one has left, or commands were handled.
     #[cold]
     pub(super) fn end_slow_round<Cx: ?Sized + SignalEventfd>(&mut self, had_mail: bool, cx: &mut Cx) -> PollerState
     where
@@ -71,7 +70,7 @@ impl<D, S: QueueSession> QueuePoller<D, S> {
             if let Some(answer) = answer
                 && let Err(member) = answer.send(Box::new(member))
             {
-                // The requesting thread has ended. The member stays in service here.
+                // The requesting thread has ended. The member stays here.
                 self.join(*member, cx);
             }
         }
@@ -98,7 +97,7 @@ impl<D, S: QueueSession> QueuePoller<D, S> {
         let is_free = |number: &usize| self.members.iter().all(|member| member.number() != *number);
         queue.set_number((0..=self.members.len()).find(is_free).unwrap_or_default());
         if let Some(waker) = &self.waker {
-            // Before the next round, which reads commands.
+            // Before the next round reads commands.
             queue.port.shared.waker.register(waker);
         }
         self.members.push(queue);
@@ -112,7 +111,7 @@ impl<D, S: QueueSession> QueuePoller<D, S> {
     pub(super) fn members_changed(&mut self) {
         let Some(first) = self.members.first() else { return };
         let numbers = self.members.iter().map(ClientQueue::number).max().unwrap_or_default() + 1;
-        // A number that is not in use is of no bio.
+        // An unused number belongs to no bio.
         let mut stats = vec![Arc::clone(first.stats()); numbers];
         self.positions = vec![0; numbers];
         for (position, member) in self.members.iter().enumerate() {
@@ -128,12 +127,12 @@ impl<D, S: QueueSession> QueuePoller<D, S> {
         self.set_depth(self.hw.scheduler().orders());
     }
 
-    /// Limits the requests in flight by the depths of the members. `orders` says whether a scheduler orders them.
+    /// Limits the requests in flight to the depths of the members. `orders` says whether a scheduler orders them.
     pub(super) fn set_depth(&mut self, orders: bool) {
         let shares_depth = self.members.len() > 1 && !orders;
         self.members.iter_mut().for_each(|member| member.bound_bios(shares_depth));
         let depths = self.members.iter().map(ClientQueue::depth);
-        // A scheduler that orders gets the depth of a single member.
+        // A scheduler that orders gets the depth of one member.
         let depth = if orders { depths.max().unwrap_or(1) } else { depths.sum() };
         self.hw.set_depth(depth);
     }

@@ -1,17 +1,17 @@
 //! A hardware queue and the client queues that feed it, as a poller of a lane, for any protocol.
 //!
-//! A round returns completions, fetches the clients' requests (half of them, if the device has none and the protocol
-//! paces itself), and submits them: for each client queue one publication and at most one call. The time is that of the
-//! lane's turn. A request is fetched only while a bio is free. A client's mistakes end in an error status, or stop its
-//! queue with a counted reason; others are not affected.
+//! A round returns completions, fetches the clients' requests (half of them, if the device is idle and the protocol
+//! paces itself), and submits them, with one publication and at most one call for each client queue. The time is that
+//! of the lane's turn. A request is fetched only while a bio is free. An invalid request is completed with an error
+//! status or stops its queue with a counted reason; other queues are not affected.
 //!
 //! A client queue is, for instance, a virtqueue: the protocol that implements [`QueueSession`] knows its ring. Several
 //! client queues of an export may share a hardware queue ([`members`]). They feed it in turn by plain calls, and each
-//! has separate state ([`client`]) and counters. One can leave for the hardware queue of another lane while the others
+//! has its own state ([`client`]) and counters. One can move to the hardware queue of another lane while the others
 //! continue.
 //!
 //! Owned by its lane. The control path sends commands (see [`remote`]). A queue that moves to another lane drains first
-//! and takes its sessions along: a connected front-end only sees a pause.
+//! and keeps its sessions: a connected front-end only sees a pause.
 
 mod bios;
 mod client;
@@ -43,30 +43,30 @@ pub use self::view::{QueueView, RingView};
 /// Polling interval of a queue without a kick descriptor.
 const POLL_NS: u64 = 200_000;
 
-/// A hardware queue and the client queues that feed it, its members.
+/// A hardware queue and its members, the client queues that feed it.
 pub struct QueuePoller<D, S: QueueSession> {
     hw: HwQueue<D>,
-    /// At least one, but for the moment after the last one left.
+    /// At least one, except for a moment after the last one has left.
     members: Vec<ClientQueue<S>>,
-    /// Index in `members`, by the number of a member.
+    /// Index in `members` by member number.
     positions: Vec<u8>,
-    /// The kicks of all members, if there are several or were.
+    /// The kicks of all members, once there were several.
     kicks: Option<KickSet>,
     /// Wakes its lane.
     waker: Option<Arc<dyn Wake>>,
-    /// The member that feeds the hardware queue first in the next round.
+    /// Index of the member that feeds the hardware queue first in the next round.
     first: usize,
     now_ns: u64,
 }
 
-/// Bounds of each client queue of a hardware queue.
+/// Limits of each client queue of a hardware queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QueueShare {
-    /// Bios it has.
+    /// Number of bios.
     pub bios: usize,
-    /// Requests in flight, at most. Client queues that share a hardware queue have the sum together, and each may use
-    /// what the others leave until a bound is [set](QueueRemote::set_depth); where its scheduler orders, the device
-    /// sees no more than from one.
+    /// Maximum requests in flight. Client queues that share a hardware queue have the summed limit together, and each
+    /// may use the unused share of the others until a limit is [set](QueueRemote::set_depth). If a scheduler orders,
+    /// the device sees no more than the limit of one.
     pub depth: usize,
 }
 
@@ -83,8 +83,8 @@ impl<D, S: QueueSession> QueuePoller<D, S> {
         queue
     }
 
-    /// Executes commands of the control path to a member. Commands to the hardware queue come to all client queues of
-    /// an export, and are executed once.
+    /// Executes commands of the control path to a member. Commands for the hardware queue are sent to all client queues
+    /// of an export, and executed once.
     #[cold]
     fn read_mail<Cx: ?Sized + SignalEventfd>(&mut self, index: usize, cx: &mut Cx)
     where
@@ -106,7 +106,7 @@ impl<D, S: QueueSession> QueuePoller<D, S> {
                 }
                 ClientCommand::Schedule(config, answer) => {
                     if is_first {
-                        // A scheduler is made for the depth there is.
+                        // A scheduler is made for the present depth.
                         self.set_depth(config.orders());
                         self.hw.schedule(0, config);
                     }
@@ -130,13 +130,13 @@ impl<D, S: QueueSession> QueuePoller<D, S> {
     }
 }
 
-/// Whether another member than this runs.
+/// Whether any other member runs.
 fn others_run<S: QueueSession>(members: &[ClientQueue<S>], index: usize) -> bool {
     members.iter().enumerate().any(|(other, member)| other != index && member.session.is_some())
 }
 
-/// One round of a hardware queue, fed by these members, the one at `first` first. Inlined twice: for a lone member,
-/// whose slice is known to have one element, it is a round without loops.
+/// One round of a hardware queue, fed by these members, starting with the one at `first`. Inlined twice: for a single
+/// member, whose slice is known to have one element, the round has no loops.
 #[inline(always)]
 fn round<Cx: ?Sized + SignalEventfd, D: Driver<Cx>, S: QueueSession>(
     hw: &mut HwQueue<D>,
@@ -163,8 +163,8 @@ fn round<Cx: ?Sized + SignalEventfd, D: Driver<Cx>, S: QueueSession>(
         return PollerState::Idle;
     }
     let mut busy = false;
-    // An idle queue is not polled: a driver with news for it (`Driver::wants_poll`) signals its eventfd, and reads them
-    // when it is armed, or when it is given the next request.
+    // An idle queue is not polled: a driver with pending events (`Driver::wants_poll`) signals its eventfd, and reads
+    // them when it is armed or gets the next request.
     if !hw.is_idle() {
         members.iter_mut().for_each(ClientQueue::resume);
         busy |= hw.reap(cx, now_ns, &mut |bio| match &mut *members {
@@ -173,7 +173,7 @@ fn round<Cx: ?Sized + SignalEventfd, D: Driver<Cx>, S: QueueSession>(
         }) > 0;
     }
     let device_idle = hw.is_idle();
-    // The bios of a member that is drained pass the limits at once, and so would those that others fetch meanwhile.
+    // The bios of a drained member exceed the limits at once, and so would bios that others fetch meanwhile.
     let waits = members.len() > 1 && stopping && hw.is_rated();
     for step in 0..members.len() {
         let index = first + step;
@@ -194,7 +194,7 @@ fn round<Cx: ?Sized + SignalEventfd, D: Driver<Cx>, S: QueueSession>(
     }
 }
 
-/// A round of several members. The first one changes each time, since earlier ones may use up the round's bounds.
+/// A round of several members. The first one changes each time, since earlier members may use up the round's bounds.
 #[inline(never)]
 fn shared_round<Cx: ?Sized + SignalEventfd, D: Driver<Cx>, S: QueueSession>(
     queue: &mut QueuePoller<D, S>,
@@ -216,7 +216,7 @@ impl<Cx: ?Sized + SignalEventfd, D: Driver<Cx>, S: QueueSession> Poller<Cx> for 
         self.waker = Some(Arc::clone(waker));
         for member in &mut self.members {
             member.set_leaving(false);
-            // Before the first run, which reads commands.
+            // Before the first run reads commands.
             member.port.shared.waker.register(waker);
         }
     }
@@ -261,7 +261,7 @@ impl<Cx: ?Sized + SignalEventfd, D: Driver<Cx>, S: QueueSession> Poller<Cx> for 
     fn arm(&mut self) -> bool {
         let room = self.hw.room();
         let waits = self.hw.is_rated() && self.members.iter().any(ClientQueue::is_draining);
-        // Each is armed, even after one has work.
+        // Each member is armed, even if an earlier one has work.
         let work = self.members.iter_mut().fold(false, |work, member| member.arm(room, waits) | work);
         let finished = self.hw.arm::<Cx>();
         work || finished || self.members.iter().any(|member| member.port.shared.mailbox.is_pending())

@@ -1,40 +1,41 @@
-//! Number of available requests that a round takes of a queue whose device has none.
+//! Number of available requests that a round takes from a queue whose device is idle.
 //!
 //! Half of them, and the rest in the next round: a device that completes at once has then completed one half while it
-//! executes the other, so client and device work at the same time. Where they alternate on one CPU they cannot overlap,
-//! and more rounds only cost more. So now and then the queue checks whether the client offers requests between the
-//! beginning of the first half and the end of the second: a client that alternates with us cannot.
+//! executes the other, so client and device overlap. A client and a lane that alternate on one CPU cannot overlap, and
+//! more rounds only add cost. The queue therefore checks periodically whether the client submits requests between the
+//! start of the first half and the end of the second; an alternating client cannot.
 //!
-//! A client on another CPU falls into step with us, and offers at the same moment each time. That may be during our
-//! completions, or while the lane is at another queue: so these times are included.
+//! A client on another CPU synchronises with us and submits at the same point of each round. That may be during our
+//! completions, or while the lane serves another queue, so the check includes these times.
 //!
-//! Owned by its queue. Its knowledge of the client is a guess, and a client that lies slows down itself.
+//! Owned by its queue. Its estimate is a guess; a misbehaving client only slows down itself.
 
-/// Lower bound of a half: fewer requests are not worth a round.
+/// Minimum half: fewer requests are not worth a round.
 const HALF_MIN: usize = 3;
 
-/// Consecutive checks without an offer, after which the client counts as alternating. One on another CPU offers sooner.
+/// Consecutive checks without a submission, after which the client counts as alternating; one on another CPU submits
+/// sooner.
 const LOOKS_MAX: u16 = 32;
 
-/// Rounds for which a result is valid: so many that checks, and halves in vain, cost hardly a hundredth of their cost
-/// in each round.
+/// Rounds for which a result is valid: checks and unneeded halves then add about a hundredth of their cost to each
+/// round.
 const ROUNDS_KEPT: u16 = 1024;
 
-/// The pace of one queue.
+/// Pacing state of one queue.
 #[derive(Debug)]
 pub struct FetchPace {
     knows: Knows,
-    /// The client's position at the beginning of the current check, if any.
+    /// The client's position at the start of the current check, if any.
     front: Option<u16>,
-    /// Whether a check without an offer counts.
+    /// Whether a check without a submission counts.
     counts: bool,
 }
 
 #[derive(Debug)]
 enum Knows {
-    /// Undecided; the client has not offered in this many checks.
+    /// Undecided, after this many checks without a submission.
     Nothing { in_vain: u16 },
-    /// Decided, for this many rounds.
+    /// Decided for this many rounds.
     Whether { works: bool, rounds: u16 },
 }
 
@@ -45,17 +46,17 @@ impl Default for FetchPace {
 }
 
 impl FetchPace {
-    /// A round begins that gives something back first; `front` tells how far the client has offered.
+    /// Starts a round that returns completions first; `front` returns the client's position.
     #[inline]
     pub fn resume(&mut self, front: impl FnOnce() -> u16) {
-        // Not before a check was in vain: depth 1 is never checked.
+        // Not before a failed check: depth 1 is never checked.
         if self.front.is_none() && matches!(self.knows, Knows::Nothing { in_vain: 1.. }) {
             self.front = Some(front());
         }
     }
 
-    /// How many requests the round takes when so many are in sight, which does not matter if the client takes turns
-    /// with us; `front` tells how far the client has offered.
+    /// Number of requests to take of `in_sight` available ones; `front` returns the client's position. The caller may
+    /// pass any `in_sight` if the client [alternates](FetchPace::takes_turns).
     #[inline]
     pub fn begin(&mut self, in_sight: usize, front: impl FnOnce() -> u16) -> usize {
         let works = match &mut self.knows {
@@ -77,13 +78,13 @@ impl FetchPace {
         if works { in_sight.div_ceil(2).max(HALF_MIN) } else { usize::MAX }
     }
 
-    /// Whether the client is known to take turns with us: it never works while we do.
+    /// Whether the client is known to alternate with us on one CPU.
     #[inline]
     pub fn takes_turns(&self) -> bool {
         matches!(self.knows, Knows::Whether { works: false, .. })
     }
 
-    /// The round has ended, and `goes_on` with the rest in sight.
+    /// Ends a round; `goes_on` says whether the rest is taken next.
     #[inline]
     pub fn end(&mut self, goes_on: bool, front: impl FnOnce() -> u16) {
         if !goes_on && let Some(before) = self.front.take() {
@@ -107,8 +108,8 @@ impl FetchPace {
 mod tests {
     use super::*;
 
-    /// Rounds with so many requests in sight, in each of which the client offers some or not: the number that each
-    /// took, and the number of checks.
+    /// Rounds with this number of available requests, in each of which the client submits some or none. Returns the
+    /// number taken by each round, and the number of checks.
     fn rounds(pace: &mut FetchPace, count: u16, in_sight: usize, moves: bool) -> (Vec<usize>, usize) {
         let mut looks = 0;
         let took = (0..count).map(|_| {
@@ -130,7 +131,7 @@ mod tests {
             assert!(pace.takes_turns());
             assert_eq!(rounds(&mut pace, ROUNDS_KEPT, 16, false), (vec![16; ROUNDS_KEPT.into()], 0));
         }
-        // It has another CPU now.
+        // The client now has another CPU.
         assert_eq!(rounds(&mut pace, 1 + ROUNDS_KEPT, 16, true), (vec![8; (1 + ROUNDS_KEPT).into()], 1));
         assert!(!pace.takes_turns());
     }
@@ -148,7 +149,7 @@ mod tests {
 
     #[test]
     fn a_guest_that_moves_at_another_moment_than_the_first_half_is_seen() {
-        // While something is given back first, and while the lane is at other queues between the halves.
+        // During the return of completions, and while the lane serves other queues between the halves.
         for (at_start, between) in [(7, 8), (7, 7)] {
             let mut pace = FetchPace::default();
             assert_eq!(pace.begin(16, || 7), 8);
@@ -160,7 +161,7 @@ mod tests {
             pace.end(false, || 8);
             assert!(matches!(pace.knows, Knows::Whether { works: true, .. }), "{pace:?}");
         }
-        // Between two turns of ours it may have the CPU.
+        // The client may run between two of our turns.
         let mut pace = FetchPace::default();
         for turn in 0..LOOKS_MAX {
             pace.resume(|| turn);

@@ -1,13 +1,13 @@
-//! The two ends of a client queue: the poller's on its lane, and the handle of the control path.
+//! The two ends of a client queue: the poller's end on its lane, and the control path's handle.
 //!
-//! A running queue belongs to its lane. The control path never touches it: it sends a command, wakes the lane, and
-//! waits for the answer, which for a suspension comes only when all fetched requests have completed.
+//! A running queue belongs to its lane. The control path never accesses it: it sends a command, wakes the lane, and
+//! waits for the answer. A suspension is answered when all fetched requests have completed.
 //!
-//! The queue may move to another lane meanwhile, and takes its mailbox along: see [`LaneWaker`].
+//! The queue may move to another lane meanwhile with its mailbox: see [`LaneWaker`].
 //!
-//! A client queue on a lane has bios, tags and tables for a full ring, some hundred KiB. One made [on
-//! demand](on_demand_queue) is in a poller only from the first start of its ring to the end of the session; its
-//! counters continue over sessions.
+//! A client queue on a lane has bios, tags and tables for a full ring, some hundred KiB. A queue made [on
+//! demand](on_demand_queue) has a poller only from the first start of its ring to the end of the session. Its counters
+//! continue over sessions.
 
 use std::io;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -26,35 +26,35 @@ use super::view::QueueView;
 
 /// Commands of the control path to a queue.
 pub(super) enum ClientCommand<S: QueueSession> {
-    /// Run with this; the answer says whether the rings are sound.
+    /// Run a session with this setup; the answer is whether the rings are valid.
     Run(Box<S::Setup>, Sender<Result<(), String>>),
-    /// Drain, then report the position of the queue.
+    /// Drain, then report the ring position.
     Suspend(Sender<Option<S::Base>>),
-    /// Make all completed writes durable, then report success.
+    /// Make all completed writes durable, then report the result.
     Flush(Sender<bool>),
-    /// Ring this from now on.
+    /// Replace the call eventfd.
     Call(Option<Arc<EventFd>>, Sender<()>),
     /// Change the device; the queue is drained.
     Change(Arc<DeviceInfo>, Sender<Result<(), String>>),
-    /// Have no more requests in flight than this, then say how many that are.
+    /// Limit the requests in flight, then report the new limit.
     Depth(usize, Sender<usize>),
     /// Set the scheduler, then answer.
     Schedule(SchedulerConfig, Sender<()>),
-    /// Pass these limits from now on, then say so.
+    /// Set the rate limits, then confirm.
     Rates(Vec<Arc<RateLimit>>, Sender<()>),
     /// Drain, then leave the hardware queue; the answer is the queue.
     Part(OneshotSender<Box<ClientQueue<S>>>),
-    /// Need not leave after all, if it has not left.
+    /// Cancel `Part`, unless the queue has already left.
     Stay,
-    /// Have the hardware queue serve one more client queue, unless that was taken back, then say so.
+    /// Have the hardware queue serve one more client queue, unless that was taken back, then confirm.
     Adopt(Arc<AdoptSlot<S>>, Sender<()>),
-    /// Report the state for inspection. Without any side effect.
+    /// Report the state for inspection, without side effects.
     Look(Sender<QueueView>),
     /// Drain, then never run again.
     Retire,
 }
 
-/// A client queue on its way to a hardware queue. It is taken from here by the lane, or back by who gave it.
+/// A detached client queue on its way to a hardware queue. Taken from here by the lane, or taken back by the sender.
 pub(super) struct AdoptSlot<S: QueueSession>(Mutex<Option<Box<DetachedQueue<S>>>>);
 
 impl<S: QueueSession> AdoptSlot<S> {
@@ -63,17 +63,17 @@ impl<S: QueueSession> AdoptSlot<S> {
     }
 }
 
-/// The way from the control path to a poller.
+/// Link from the control path to a poller.
 pub(super) struct QueueLink<S: QueueSession> {
     /// Read once a round.
     pub(super) mailbox: Mailbox<ClientCommand<S>>,
-    /// Wakes the lane that the poller lives on.
+    /// Wakes the poller's lane.
     pub(super) waker: LaneWaker,
 }
 
-/// A queue as the control path knows it, with or without a poller.
+/// A queue as seen by the control path, with or without a poller.
 struct RemoteState<S: QueueSession> {
-    /// Access to its poller; unset while it has none.
+    /// Link to its poller; unset without one.
     link: Mutex<Option<Arc<QueueLink<S>>>>,
     counters: Arc<QueueCounters<S::Refusals>>,
 }
@@ -94,7 +94,7 @@ impl<S: QueueSession> RemoteState<S> {
         self.link.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The other end of a new link.
+    /// The lane's end of a new link.
     fn connect(&self) -> QueuePort<S> {
         let shared = Arc::new(QueueLink { mailbox: Mailbox::default(), waker: LaneWaker::default() });
         *self.link() = Some(Arc::clone(&shared));
@@ -102,19 +102,19 @@ impl<S: QueueSession> RemoteState<S> {
     }
 }
 
-/// The lane's end, from which a [`QueuePoller`](super::QueuePoller) is made.
+/// The lane's end of a queue, from which a [`QueuePoller`](super::QueuePoller) is made.
 pub struct QueuePort<S: QueueSession> {
     pub(super) shared: Arc<QueueLink<S>>,
     counters: Arc<QueueCounters<S::Refusals>>,
 }
 
 impl<S: QueueSession> QueuePort<S> {
-    /// Where its I/O is counted, now and in later sessions.
+    /// I/O counters, kept for later sessions.
     pub(super) fn stats(&self) -> Arc<HwStats> {
         Arc::clone(self.counters.stats.get_or_init(Arc::default))
     }
 
-    /// Where the client's mistakes are counted.
+    /// Counters of the client's invalid requests.
     pub(super) fn refusals(&self) -> Arc<S::Refusals> {
         Arc::clone(self.counters.refusals.get_or_init(Arc::default))
     }
@@ -126,24 +126,24 @@ impl<S: QueueSession> Drop for QueuePort<S> {
     }
 }
 
-/// The control path's end. Dropping it retires the queue, which no other thread could end.
+/// The control path's end. Dropping it retires the queue, which no other thread can do.
 pub struct QueueRemote<S: QueueSession> {
     commands: CommandSender<S>,
-    /// Maker of the poller, unless it exists from the start.
+    /// Maker of the poller; unset if the poller exists from the start.
     on_demand: Option<OnDemand<S>>,
 }
 
-/// A handle for inspection: sees the queue for as long as it exists, and keeps nothing alive.
+/// A handle for inspection, valid as long as the queue exists. Holds no strong reference.
 pub struct QueueWatch<S: QueueSession> {
     commands: CommandSender<S>,
 }
 
-/// Handle for the placement of client queues on hardware queues. Keeps nothing alive.
+/// Handle for the placement of client queues on hardware queues. Holds no strong reference.
 pub struct QueueMover<S: QueueSession> {
     commands: CommandSender<S>,
 }
 
-/// Why a client queue stays where it is.
+/// Reason why a client queue has not moved.
 #[derive(Debug, thiserror::Error)]
 pub enum PartError {
     /// One of its requests is in flight.
@@ -152,15 +152,15 @@ pub enum PartError {
     /// The lane has ended.
     #[error("the lane of this queue has ended; see the messages above")]
     Gone,
-    /// The lane is held up, as by a driver that blocks.
+    /// The lane is blocked, for instance by a driver.
     #[error("the lane of this queue did not respond within {0:?}, held up by one of its devices; see blkyard inspect")]
     Unresponsive(Duration),
-    /// There is no descriptor to hear several kicks by.
+    /// The system has no descriptor for a set of kicks.
     #[error("its kick cannot be listened to: {0}; raise the limit on open files")]
     Kicks(io::Error),
 }
 
-/// How commands reach the queue.
+/// Command channel of the queue.
 struct CommandSender<S: QueueSession> {
     state: Arc<RemoteState<S>>,
 }
@@ -183,32 +183,32 @@ impl<S: QueueSession> Clone for QueueMover<S> {
     }
 }
 
-/// Has a queue made [on demand](on_demand_queue) served, and takes it back.
+/// Opens and closes the poller of a queue made [on demand](on_demand_queue).
 pub trait QueueHost<S: QueueSession>: Send + Sync {
-    /// Has a hardware queue on some lane serve the queue with this end. Returns when it does.
+    /// Has a hardware queue on some lane serve this queue. Returns once it is served.
     ///
     /// # Errors
     /// The cause, as text: object, cause, cure.
     fn open(&self, port: QueuePort<S>) -> Result<(), String>;
 
-    /// Ends its service. It is drained.
+    /// Ends the service of a drained queue.
     fn close(&self);
 }
 
-/// A queue that is served while a session needs it.
+/// An on-demand queue with its host.
 struct OnDemand<S: QueueSession> {
     host: Box<dyn QueueHost<S>>,
     queue: Arc<RemoteState<S>>,
     poller: Mutex<PollerPresence>,
 }
 
-/// Whether there is a poller, and how the next one is set.
+/// State of the poller, and the settings of the next one.
 #[derive(Default)]
 struct PollerPresence {
     is_open: bool,
-    /// It stays until the queues are dropped.
+    /// Whether the poller is kept until the queues are dropped.
     is_kept: bool,
-    /// Requests that it may have in flight, if that was bounded.
+    /// Limit of requests in flight, if set.
     depth: Option<usize>,
 }
 
@@ -237,7 +237,7 @@ impl<S: QueueSession> OnDemand<S> {
 
     fn close(&self) {
         if std::mem::take(&mut self.poller().is_open) {
-            // If it does not leave its lane, it has ended at least, and does not delay the end of the lane.
+            // A queue that does not leave its lane has at least ended, and does not delay the end of the lane.
             let link = self.queue.link().take();
             link.iter().for_each(|link| drop(link.send(ClientCommand::Retire)));
             self.host.close();
@@ -256,11 +256,11 @@ impl<S: QueueSession> Drop for OnDemand<S> {
 #[error("the lane of this queue has ended")]
 pub struct LaneGone;
 
-/// A queue that was asked to drain.
+/// A pending suspension.
 pub struct Suspension<B>(Receiver<Option<B>>);
 
 impl<B> Suspension<B> {
-    /// Waits until it is drained; returns the position of its ring, if a session ran.
+    /// Waits until the queue has drained; returns the ring position, if a session ran.
     ///
     /// # Errors
     /// Its lane has ended.
@@ -269,14 +269,14 @@ impl<B> Suspension<B> {
     }
 }
 
-/// Makes the two ends of a queue.
+/// Makes both ends of a queue.
 pub fn queue_pair<S: QueueSession>() -> (QueueRemote<S>, QueuePort<S>) {
     let state = RemoteState::new();
     let port = state.connect();
     (QueueRemote { commands: CommandSender { state }, on_demand: None }, port)
 }
 
-/// Makes the control path's end of a queue that `host` has served from the first start of its ring to the end of each
+/// Makes the control path's end of a queue that `host` serves from the first start of its ring to the end of each
 /// session.
 pub fn on_demand_queue<S: QueueSession>(host: Box<dyn QueueHost<S>>) -> QueueRemote<S> {
     let queue = RemoteState::new();
@@ -290,7 +290,7 @@ impl<S: QueueSession> QueueRemote<S> {
         let _ = self.commands.send(ClientCommand::Retire);
     }
 
-    /// Makes its poller, if it is made on demand. Otherwise that happens with the first start of the ring.
+    /// Makes the poller of an on-demand queue now instead of at the first start of the ring.
     ///
     /// # Errors
     /// The cause, as text: object, cause, cure.
@@ -298,7 +298,7 @@ impl<S: QueueSession> QueueRemote<S> {
         self.on_demand.as_ref().map_or(Ok(()), |on_demand| on_demand.open(false))
     }
 
-    /// The same, and for good: the poller stays when sessions end. For devices with a bounded number of queues.
+    /// The same, but the poller stays when sessions end. For devices with a bounded number of queues.
     ///
     /// # Errors
     /// As for [`QueueRemote::open`].
@@ -306,20 +306,20 @@ impl<S: QueueSession> QueueRemote<S> {
         self.on_demand.as_ref().map_or(Ok(()), |on_demand| on_demand.open(true))
     }
 
-    /// Drops a poller that was made on demand, unless it is [permanent](QueueRemote::open_for_good). The queue, and all
-    /// that share the poller, are drained.
+    /// Drops the poller of an on-demand queue, unless it is [permanent](QueueRemote::open_for_good). This queue and all
+    /// that share the poller must be drained.
     pub fn close(&self) {
         if let Some(on_demand) = self.on_demand.as_ref().filter(|on_demand| !on_demand.poller().is_kept) {
             on_demand.close();
         }
     }
 
-    /// Whether it has no poller now: it is made with the device and all settings as they are then.
+    /// Whether the queue has no poller now. The next poller gets the device and settings of that time.
     fn is_closed(&self) -> bool {
         self.on_demand.as_ref().is_some_and(|on_demand| !on_demand.poller().is_open)
     }
 
-    /// Runs a session; the answer says whether its ring is sound.
+    /// Runs a session; the answer is whether its ring is valid.
     ///
     /// # Errors
     /// Its lane has ended.
@@ -330,7 +330,7 @@ impl<S: QueueSession> QueueRemote<S> {
         self.commands.ask(|answer| ClientCommand::Run(Box::new(setup), answer))
     }
 
-    /// Asks the queue to drain. Several may be asked before the first is waited for.
+    /// Requests suspension. Several queues may be asked before the first is awaited.
     ///
     /// # Errors
     /// Its lane has ended.
@@ -370,7 +370,7 @@ impl<S: QueueSession> QueueRemote<S> {
         self.commands.ask(|answer| ClientCommand::Depth(depth, answer))
     }
 
-    /// Has this scheduler order the bios that wait, from now on.
+    /// Replaces the scheduler; waiting bios are kept.
     pub(crate) fn schedule(&self, config: SchedulerConfig) -> Result<(), LaneGone> {
         if self.is_closed() {
             return Ok(());
@@ -386,8 +386,8 @@ impl<S: QueueSession> QueueRemote<S> {
         self.commands.ask(|answer| ClientCommand::Rates(limits, answer))
     }
 
-    /// Has the queue signal this from now on. Waited for, as everything a front-end asks for is: else one that asks
-    /// faster than a lane hears would have us hold descriptors without end.
+    /// Replaces the call eventfd. Waits for the answer, like all requests of a front-end; otherwise a front-end that
+    /// sends faster than a lane reads could accumulate descriptors without limit.
     ///
     /// # Errors
     /// Its lane has ended.
@@ -395,7 +395,7 @@ impl<S: QueueSession> QueueRemote<S> {
         self.commands.ask(|answer| ClientCommand::Call(call, answer))
     }
 
-    /// For the placement of client queues on hardware queues.
+    /// Handle for the placement of client queues on hardware queues.
     pub fn mover(&self) -> QueueMover<S> {
         QueueMover { commands: self.commands.clone() }
     }
@@ -407,24 +407,24 @@ impl<S: QueueSession> QueueRemote<S> {
 }
 
 impl<S: QueueSession> QueueWatch<S> {
-    /// Counters of its I/O, once it is on its lane. The first client queue of a hardware queue also counts queue-wide
+    /// Counters of its I/O once it is on a lane. The first client queue of a hardware queue also counts queue-wide
     /// events, such as the batches of its driver.
     pub fn stats(&self) -> Option<&Arc<HwStats>> {
         self.commands.state.counters.stats.get()
     }
 
-    /// Its clients' invalid requests, by reason.
+    /// Counters of invalid requests, by reason.
     pub fn refusals(&self) -> Option<&Arc<S::Refusals>> {
         self.commands.state.counters.refusals.get()
     }
 
-    /// Whether it has a poller now: one that is made on demand has none while no front-end needs it.
+    /// Whether the queue has a poller now: an on-demand queue has none while no front-end needs it.
     pub fn is_open(&self) -> bool {
         self.commands.state.link().is_some()
     }
 
-    /// Asks the queue's owner for its state; the answer comes in its lane's next turn. `None` if it has no poller now,
-    /// or the lane has ended.
+    /// Requests the queue's state from its owner, which answers in its lane's next turn. `None` without a poller, or if
+    /// the lane has ended.
     pub fn look(&self) -> Option<Receiver<QueueView>> {
         let (answer, wait) = channel();
         self.commands.send(ClientCommand::Look(answer)).ok()?;
@@ -433,13 +433,14 @@ impl<S: QueueSession> QueueWatch<S> {
 }
 
 impl<S: QueueSession> QueueMover<S> {
-    /// Has the client queue leave its hardware queue: it finishes what it fetched, whatever others have in flight
-    /// there. If that takes longer than `drain` it stays and continues. Its lane has `answer` to say that it does.
+    /// Detaches the client queue from its hardware queue once its own fetched requests have completed, independent of
+    /// other queues there. If that takes longer than `drain`, the queue stays and continues. Its lane must confirm that
+    /// within `answer`.
     ///
     /// # Errors
     /// See [`PartError`].
     pub fn part(&self, drain: Duration, answer: Duration) -> Result<DetachedQueue<S>, PartError> {
-        // Possibly needed by its new hardware queue: a failure is found before any change.
+        // The new hardware queue may need this; a failure is detected before any change.
         let kicks = KickSet::new().map_err(PartError::Kicks)?;
         let (parted, wait) = oneshot();
         self.commands.send(ClientCommand::Part(parted)).map_err(|_| PartError::Gone)?;
@@ -448,11 +449,11 @@ impl<S: QueueSession> QueueMover<S> {
             Err(RecvTimeoutError::Disconnected) => return Err(PartError::Gone),
             Err(RecvTimeoutError::Timeout) => {
                 self.commands.send(ClientCommand::Stay).map_err(|_| PartError::Gone)?;
-                // It may have left at the last moment.
+                // The queue may have left at the last moment.
                 match wait.recv_timeout(answer) {
                     Ok(queue) => queue,
                     Err(RecvTimeoutError::Disconnected) => return Err(PartError::Undrained(drain)),
-                    // From here on its lane keeps it.
+                    // From here on the lane keeps the queue.
                     Err(RecvTimeoutError::Timeout) => wait.close().ok_or(PartError::Unresponsive(answer))?,
                 }
             }
@@ -460,11 +461,11 @@ impl<S: QueueSession> QueueMover<S> {
         Ok(DetachedQueue { queue, kicks })
     }
 
-    /// Has the hardware queue that serves this client queue serve another one of its export, too. If its lane does not
-    /// look at its commands for `answer`, that one is taken back.
+    /// Has the hardware queue of this client queue serve another client queue of the same export. If its lane does not
+    /// read the command within `answer`, that queue is taken back.
     ///
     /// # Errors
-    /// The lane has ended, and the other queue with it; or it does not respond, and here is the queue.
+    /// The lane has ended together with the other queue; or it does not respond, and the queue is returned.
     pub fn adopt(
         &self,
         detached: DetachedQueue<S>,
@@ -480,7 +481,7 @@ impl<S: QueueSession> QueueMover<S> {
             Ok(()) => Ok(()),
             Err(RecvTimeoutError::Disconnected) => refused(PartError::Gone),
             Err(RecvTimeoutError::Timeout) => match refused(PartError::Unresponsive(answer)) {
-                // The lane has it.
+                // The lane has taken it.
                 Err((_, None)) => Ok(()),
                 refused => refused,
             },
@@ -502,7 +503,7 @@ impl<S: QueueSession> CommandSender<S> {
         link.ok_or(LaneGone)?.send(command)
     }
 
-    /// Sends a command that is answered, and waits for the answer.
+    /// Sends a command and waits for its answer.
     fn ask<T>(&self, command: impl FnOnce(Sender<T>) -> ClientCommand<S>) -> Result<T, LaneGone> {
         let (answer, wait) = channel();
         self.send(command(answer))?;
@@ -512,7 +513,7 @@ impl<S: QueueSession> CommandSender<S> {
 
 impl<S: QueueSession> Drop for QueueRemote<S> {
     fn drop(&mut self) {
-        // One that is made on demand is given back by its host.
+        // The poller of an on-demand queue is closed by its host.
         if self.on_demand.is_none() {
             self.retire();
         }

@@ -1,30 +1,30 @@
-//! State of a queue for inspection: plain data, made by its owner when a command asks for it.
+//! State of a queue for inspection: plain data, built by the queue's owner on request.
 
 use blkyard_mq::HwSnapshot;
 
-/// A queue at one moment, as its owner sees it.
+/// Snapshot of a queue by its owner.
 #[derive(Clone, Debug)]
 pub struct QueueView {
-    /// Position of its ring; `None` while no front-end runs it.
+    /// Position of its ring; `None` without a running session.
     pub ring: Option<RingView>,
-    /// The hardware queue, as the first of its client queues shows it; the others show how it is set, and their own
+    /// The hardware queue, as shown by its first client queue. Other client queues show its settings and their own
     /// bios.
     pub hw: HwSnapshot,
-    /// Whether it drains, and fetches no more.
+    /// Whether the queue drains and fetches no more.
     pub is_suspending: bool,
 }
 
-/// The client's ring of a queue that runs.
+/// The client's ring of a running queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RingView {
-    /// Entries.
+    /// Ring size, entries.
     pub size: u16,
-    /// Index of the next request to fetch, as the protocol counts.
+    /// Index of the next request to fetch, in the protocol's terms.
     pub next: u16,
-    /// Requests fetched and not yet completed.
+    /// Requests fetched and not completed.
     pub in_flight: u16,
-    /// The front-end keeps a record of them, by which another server does them again.
+    /// Whether the front-end keeps an in-flight record, from which another server resubmits requests.
     pub is_recorded: bool,
-    /// It made no sense, or its memory went away: it is fetched from no more.
+    /// Whether the ring was invalid or its memory truncated: fetching has stopped.
     pub is_broken: bool,
 }

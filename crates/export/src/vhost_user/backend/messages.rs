@@ -67,7 +67,7 @@ impl Backend {
         if let Some(channel) = &self.channel {
             say(FrontendReq::SET_BACKEND_REQ_FD, &[], vec![channel.end().try_clone()?]);
         }
-        // The following returns need no message.
+        // Replaces the union above, which the previous messages needed, by the negotiated set.
         if let Some(protocol) = self.protocol {
             say(FrontendReq::SET_PROTOCOL_FEATURES, &words64(&[protocol]), Vec::new());
         }
