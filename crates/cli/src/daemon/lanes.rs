@@ -1,15 +1,16 @@
-//! The lanes of the daemon, and which hardware queue on which lane serves each queue of an export.
+//! The lanes of the daemon, and the assignment of queues to hardware queues and lanes.
 //!
-//! [The rule](super::placement) gives each queue a place; those of an export on one lane share a hardware queue. The
-//! rule holds for any number of lanes, and for any scheduler, so both can change while guests do I/O: only queues whose
-//! place changes move, one after another, and each goes on where it stood. A hardware queue moves whole where that
-//! does; else its virtqueues leave it one by one. A queue that is not served has its place, and no more.
+//! [The rule](super::placement) gives each queue a lane; queues of an export on the same lane share a hardware queue.
+//! The rule works for any number of lanes and any scheduler, so both can change while guests do I/O. Only queues whose
+//! lane changes move, one after another, and each continues from the same position. If all virtqueues of a hardware
+//! queue have the same new lane, the hardware queue moves as a whole; otherwise its virtqueues leave one by one. A
+//! queue that is not served only has an assigned lane.
 //!
-//! Locks. That of an export is held while its queues come, move or go. This waits for lanes, each time for a bounded
-//! time, and concerns no other export. All other locks are held for moments, none while a lane is waited for or a
-//! hardware queue is made: those of the lanes, of the shares, and of what [can be seen](ServedLanes::seen). They are
-//! taken after that of an export. Whoever changes a share holds the [changes](super::ServedDevice::change) of its
-//! device.
+//! Locks: the lock of an export is held while its queues are added, moved or removed. This waits for lanes, each time
+//! for a bounded time, and affects no other export. All other locks are held briefly, never while waiting for a lane or
+//! making a hardware queue: those of the lanes, of the shares, and of the [published state](ServedLanes::seen). They
+//! are taken after the lock of an export. A change of a share requires the [change lock](super::ServedDevice::change)
+//! of its device.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -25,13 +26,13 @@ use blkyard_os::{ANSWER_MAX, LaneConfig, LaneError, LaneThread, Lanes, MakePolle
 
 use super::placement::{Share, deal};
 
-/// Lanes of one daemon. More than any machine we know has CPUs that one disk could use.
+/// Maximum number of lanes of one daemon, above the number of CPUs that one disk can use.
 pub const LANES_MAX: u64 = 256;
-/// What helps where some queues have moved and others have not.
+/// Cure for a change after which only some queues have moved.
 const SET_AGAIN: &str =
     "queues that have moved stay on their new lanes; set the same again when that request has completed";
 
-/// Why queues were not placed anew, or only in part.
+/// Reason why queues were not placed, or only some of them.
 #[derive(Debug, thiserror::Error)]
 pub enum SetLanesError {
     /// The number is invalid, a queue does not drain, or the device has no more queues.
@@ -42,11 +43,11 @@ pub enum SetLanesError {
     Lane(#[from] LaneError),
 }
 
-/// Makes a hardware queue of an export's device, for so many virtqueues.
+/// Makes a hardware queue of an export's device for this number of virtqueues.
 pub(crate) type MakeHwQueue = Box<dyn Fn(usize) -> Result<HwQueue<DeviceQueue>, String> + Send>;
 
-/// The running lanes, and the places of all queues on them. A queue has its place from the start, and is served there
-/// only while a front-end needs it (see [`blkyard_export::on_demand_queue`]).
+/// The running lanes, and the placement of all queues. A queue has a lane from the start, and is served there only
+/// while a front-end needs it (see [`blkyard_export::on_demand_queue`]).
 pub struct ServedLanes {
     lanes: Mutex<Lanes<VirtqueuePoller<DeviceQueue>>>,
     exports: Vec<ExportPlacement>,
@@ -59,45 +60,45 @@ struct ExportPlacement {
     seen: Mutex<SeenPlaces>,
 }
 
-/// The queues of an export and what serves them.
+/// The queues of an export, and the hardware queues that serve them.
 struct PlacedExport {
     /// Its name, for messages.
     name: String,
     /// Unset until the export is bound.
     make: Option<MakeHwQueue>,
     queues: Vec<PlacedQueue>,
-    /// Those that live, each a poller of its lane.
+    /// Hardware queues, each a poller of its lane.
     hw_queues: Vec<PlacedHwQueue>,
 }
 
-/// Place of a queue, served or not.
+/// Placement of a queue, served or not.
 struct PlacedQueue {
-    /// Its lane by the rule. One that is served is on that of its hardware queue, until it moves or is opened again.
+    /// Its lane by the rule. A served queue is on the lane of its hardware queue until it moves or is opened again.
     lane: usize,
-    /// Unset before it is known.
+    /// Unset before the queue is made.
     mover: Option<VirtqueueMover>,
 }
 
-/// A hardware queue that lives.
+/// A running hardware queue.
 struct PlacedHwQueue {
-    /// Its number among the pollers of the lanes.
+    /// Poller number among all lanes.
     number: u32,
     lane: usize,
-    /// The virtqueues it was made for.
+    /// Number of virtqueues it was made for.
     capacity: usize,
     /// Whether it was made with the tags of one virtqueue, for a scheduler that orders.
     is_narrow: bool,
-    /// The numbers of the queues it serves.
+    /// Indexes of the queues it serves.
     queues: Vec<usize>,
 }
 
-/// The places of an export's queues as they were when its last change was complete.
+/// The placement of an export's queues after its last complete change.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SeenPlaces {
     /// The lane of each queue.
     pub lanes: Vec<usize>,
-    /// The numbers of the queues that share a hardware queue, or will once they are served; the first is the one that
-    /// the hardware queue counts with.
+    /// Indexes of the queues that share a hardware queue, or will once they are served. The hardware queue uses
+    /// the counters of the first.
     pub hardware_queues: Vec<Vec<usize>>,
 }
 
@@ -105,7 +106,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The export's queues, for as long as they change. Others see them as they were meanwhile.
+/// Exclusive access to an export's queues during a change. Others see the state before the change.
 struct Changing<'a> {
     placed: MutexGuard<'a, PlacedExport>,
     seen: &'a Mutex<SeenPlaces>,
@@ -149,7 +150,7 @@ impl PlacedExport {
         SeenPlaces { lanes, hardware_queues: groups.into_iter().map(|(_, queues)| queues).collect() }
     }
 
-    /// The lane that a queue is on.
+    /// The lane of a queue.
     fn lane_of(&self, queue: usize) -> usize {
         let serving = self.hw_queues.iter().find(|hw| hw.queues.contains(&queue));
         serving.map_or(self.queues[queue].lane, |hw| hw.lane)
@@ -159,7 +160,7 @@ impl PlacedExport {
         self.hw_queues.iter().any(|hw| hw.queues.contains(&queue))
     }
 
-    /// Has the queues that there are by now their places on these lanes. Those that are served stay where they are.
+    /// Assigns lanes to the present queues. Served queues stay on their lane.
     fn plan(&mut self, lanes: &[usize]) {
         self.queues.truncate(lanes.len());
         let known = self.queues.len();
@@ -167,7 +168,7 @@ impl PlacedExport {
         self.queues.extend(lanes.iter().skip(known).map(|lane| PlacedQueue { lane: *lane, mover: None }));
     }
 
-    /// How many queues have their place on a lane, served or not.
+    /// Number of queues assigned to a lane, served or not.
     fn planned(&self, lane: usize) -> usize {
         self.queues.iter().filter(|place| place.lane == lane).count()
     }
@@ -176,12 +177,12 @@ impl PlacedExport {
         self.hw_queues.iter().position(|hw| hw.number == number)
     }
 
-    /// No hardware queue serves this virtqueue any more.
+    /// Removes this virtqueue from its hardware queue.
     fn forget(&mut self, queue: usize) {
         self.hw_queues.iter_mut().for_each(|hw| hw.queues.retain(|other| *other != queue));
     }
 
-    /// What people call a hardware queue.
+    /// Name of a hardware queue in messages.
     fn name_of(&self, hw: &PlacedHwQueue) -> String {
         let mut queues = hw.queues.clone();
         queues.sort_unstable();
@@ -190,7 +191,7 @@ impl PlacedExport {
         format!("{}, queue{plural} {}", self.name, numbers.join(", "))
     }
 
-    /// What people are told of a hardware queue that does not leave its lane.
+    /// Error text for a hardware queue that does not leave its lane.
     fn stays(&self, hw: &PlacedHwQueue, error: LaneError) -> SetLanesError {
         match error {
             LaneError::Restless { name, limit, .. } => {
@@ -206,7 +207,7 @@ impl PlacedExport {
 }
 
 impl ServedLanes {
-    /// Starts lanes for these exports, and places their queues; none is served yet.
+    /// Starts lanes for these exports, and assigns lanes to their queues; no queue is served yet.
     ///
     /// # Errors
     /// An export names a lane that does not exist, or a lane cannot be started.
@@ -226,17 +227,17 @@ impl ServedLanes {
         Ok(ServedLanes { lanes: Mutex::new(Lanes::start(count, config)?), exports })
     }
 
-    /// The lanes themselves, for a look of a moment.
+    /// The lanes, locked; to be held briefly.
     pub(crate) fn lanes(&self) -> MutexGuard<'_, Lanes<VirtqueuePoller<DeviceQueue>>> {
         lock(&self.lanes)
     }
 
-    /// How many lanes there are.
+    /// Number of lanes.
     pub fn count(&self) -> usize {
         self.lanes().threads().len()
     }
 
-    /// The places of an export's queues, which may be changing.
+    /// The placement of an export's queues, also during a change.
     pub fn seen(&self, export: usize) -> SeenPlaces {
         lock(&self.exports[export].seen).clone()
     }
@@ -254,36 +255,36 @@ impl ServedLanes {
         (0..self.exports.len()).map(|export| self.share(export)).collect()
     }
 
-    /// The lanes of each export's queues by the rule, with so many lanes.
+    /// The lanes of each export's queues by the rule, for this number of lanes.
     fn deal(&self, count: usize) -> Result<Vec<Vec<usize>>, SpecError> {
         let shares = self.shares();
         let mut places = deal(&shares, count)?.into_iter();
         Ok(shares.iter().map(|share| places.by_ref().take(share.queues).collect()).collect())
     }
 
-    /// Says how the hardware queues of an export are made.
+    /// Sets the maker of hardware queues for an export.
     pub(crate) fn make_by(&self, export: usize, make: MakeHwQueue) {
         self.changing(export).make = Some(make);
     }
 
-    /// Says how a queue is moved. To be known before it is served.
+    /// Sets the handle that moves a queue; required before the queue is served.
     pub fn move_by(&self, export: usize, queue: usize, mover: VirtqueueMover) {
         self.changing(export).queues[queue].mover = Some(mover);
     }
 
-    /// Has a virtqueue served from now on, on its lane, by the hardware queue that its export has there.
+    /// Serves a virtqueue on its lane by the hardware queue that its export has there.
     ///
     /// # Errors
     /// The device has no more queues, or the lane is full, has ended or does not respond: object, cause, cure.
     pub fn open(&self, export: usize, queue: usize, virtqueue: DetachedVirtqueue) -> Result<(), String> {
         let mut placed = self.changing(export);
-        // One that could not be removed before serves no queue; if it stays once more, it is skipped.
+        // Retries an earlier removal. A hardware queue that stays has no virtqueues and is skipped.
         let _ = self.remove_unused(&mut placed);
         let lane = placed.queues[queue].lane;
         self.serve(export, &mut placed, queue, lane, virtqueue)
     }
 
-    /// Has a queue, which is at rest, served no more; its place stays.
+    /// Ends the service of a drained queue; its placement stays.
     ///
     /// # Errors
     /// The lane does not respond, or has ended.
@@ -293,7 +294,7 @@ impl ServedLanes {
         self.remove_unused(&mut placed)
     }
 
-    /// Has a virtqueue served on this lane, or where its export has a hardware queue if the device has no more.
+    /// Serves a virtqueue on this lane, or on another hardware queue of its export if the device has no more queues.
     fn serve(
         &self,
         export: usize,
@@ -307,7 +308,7 @@ impl ServedLanes {
         if let Some(hw) = on_lane {
             match adopt(placed, hw, queue, virtqueue) {
                 Ok(()) => return Ok(()),
-                // All its virtqueues are about to be closed, and it with them.
+                // All virtqueues of that hardware queue are being closed, and it ends with them.
                 Err((PartError::Gone, Some(back))) => virtqueue = back,
                 Err((error, _)) => return Err(error.to_string()),
             }
@@ -321,7 +322,7 @@ impl ServedLanes {
                     error.to_string()
                 })
             }
-            // The device has no more: another lane has one.
+            // The device has no more queues: uses a hardware queue on another lane.
             Err(why) => {
                 let other = placed.hw_queues.iter().position(living).ok_or(why)?;
                 adopt(placed, other, queue, virtqueue).map_err(|(error, _)| error.to_string())
@@ -333,15 +334,15 @@ impl ServedLanes {
     fn make(&self, export: usize, placed: &PlacedExport, queues: usize) -> Result<MadeHwQueue, String> {
         let make = placed.make.as_ref().ok_or_else(|| format!("{}: it is not served yet; try again", placed.name))?;
         let Share { queues: all, device_queues, .. } = self.share(export);
-        // Where it cannot be replaced by a larger one it is made for all that may come.
+        // If a larger replacement is impossible, it is made for all planned virtqueues.
         let capacity = if device_queues < usize::MAX { all } else { queues };
         let hw = make(capacity)?;
-        // Of the scheduler that it was made with: the device's may have changed meanwhile.
+        // The scheduler it was made with: the device's scheduler may have changed meanwhile.
         let is_narrow = hw.scheduler().orders();
         Ok(MadeHwQueue { hw, capacity, is_narrow })
     }
 
-    /// Has a new hardware queue live on a lane, where room is kept for it, with its first virtqueue.
+    /// Adds a new hardware queue with its first virtqueue to a lane with reserved room.
     fn admit(
         &self,
         placed: &mut PlacedExport,
@@ -378,11 +379,11 @@ impl ServedLanes {
         removed
     }
 
-    /// Has an export so many queues while all serve. The queues of its device's exports are dealt by the rule: those
-    /// that are served stay, until they are [placed](ServedLanes::place_device) or opened again.
+    /// Sets the number of queues of an export while all serve. The queues of its device's exports are assigned by the
+    /// rule; served queues stay until they are [placed](ServedLanes::place_device) or opened again.
     ///
     /// # Errors
-    /// It names a lane that there is not.
+    /// The export names a lane that does not exist.
     pub fn set_queues(&self, export: usize, queues: usize) -> Result<(), SpecError> {
         let device = {
             let mut share = lock(&self.exports[export].share);
@@ -401,12 +402,12 @@ impl ServedLanes {
         Ok(places.filter(|(export, _)| self.share(*export).device == device).collect())
     }
 
-    /// Changes the number of lanes under load. Returns when every queue has its place by the rule, and surplus lanes
-    /// have ended. Only queues that are served move.
+    /// Changes the number of lanes under load. Returns when every queue is on its lane by the rule and surplus lanes
+    /// have ended. Only served queues move.
     ///
     /// # Errors
-    /// The number is out of bounds, or an export names a lane beyond it: nothing has changed. A queue does not drain,
-    /// or a lane cannot be started or has ended: earlier moves stay, and another call completes the change.
+    /// If the number is out of bounds, or an export names a lane beyond it, there is no change. If a queue does not
+    /// drain, or a lane cannot be started or has ended, earlier moves stay, and another call completes the change.
     pub fn set_lanes(&self, count: u64) -> Result<Moves, SetLanesError> {
         if !(1..=LANES_MAX).contains(&count) {
             let cause = format!("{count} is out of range");
@@ -426,7 +427,7 @@ impl ServedLanes {
         surplus.into_iter().try_for_each(LaneThread::join)
     }
 
-    /// Notes that the scheduler of a device orders its queues, or does not, and places them by the rule.
+    /// Records whether the scheduler of a device orders its queues, and places them by the rule.
     ///
     /// # Errors
     /// See [`ServedLanes::place_device`].
@@ -436,17 +437,16 @@ impl ServedLanes {
         self.place_device(device)
     }
 
-    /// Places the queues of a device by the rule. Those of other devices stay where they are.
+    /// Places the queues of a device by the rule. Queues of other devices stay.
     ///
     /// # Errors
-    /// A queue does not come to rest, the device has no more queues, or a lane has ended or does not respond: what has
-    /// moved stays there, and trying again does what is left.
+    /// A queue does not drain, the device has no more queues, or a lane has ended or does not respond: earlier moves
+    /// stay, and another call completes the change.
     pub fn place_device(&self, device: usize) -> Result<Moves, SetLanesError> {
         self.place(self.deal_device(device)?)
     }
 
-    /// Has the queues of these exports live on these lanes, and share a hardware queue with others of their export
-    /// there.
+    /// Moves the queues of these exports to these lanes, where they share a hardware queue with others of their export.
     fn place(&self, places: Vec<(usize, Vec<usize>)>) -> Result<Moves, SetLanesError> {
         let mut places: Vec<_> = places
             .into_iter()
@@ -457,7 +457,7 @@ impl ServedLanes {
                 (wanted as isize - placed.hw_queues.len() as isize, export, lanes)
             })
             .collect();
-        // A device may have as many queues as are in use: first those exports that need fewer.
+        // A device may have all its queues in use: exports that will need fewer queues go first.
         places.sort();
         let mut moves = Moves::default();
         for (_, export, lanes) in places {
@@ -470,14 +470,15 @@ impl ServedLanes {
                 placed.queues.len() > *queue && placed.is_served(*queue) && placed.lane_of(*queue) != **lane
             });
             moves.count += moved.count();
-            // No further: each export of a device that hangs would take its time, and control waits meanwhile.
+            // Stops here: each further export of a hanging device would take the full time limit, and control waits
+            // meanwhile.
             done?;
             removed?;
         }
         Ok(moves)
     }
 
-    /// Has every served queue of an export live on its lane by the rule.
+    /// Moves every served queue of an export to its lane by the rule.
     fn place_export(
         &self,
         export: usize,
@@ -488,7 +489,7 @@ impl ServedLanes {
         for queue in (0..placed.queues.len()).filter(|queue| placed.is_served(*queue)) {
             by_lane.entry(placed.queues[queue].lane).or_default().push(queue);
         }
-        // Numbers of the hardware queues that stay, or move whole, by lane.
+        // Numbers of the hardware queues that stay or move whole, by lane.
         let mut homes = BTreeMap::<usize, u32>::new();
         for hw in placed.hw_queues.iter().filter(|hw| by_lane.contains_key(&hw.lane)) {
             homes.entry(hw.lane).or_insert(hw.number);
@@ -507,19 +508,19 @@ impl ServedLanes {
             placed.hw_queues[index].lane = *lane;
         }
         for (lane, queues) in by_lane {
-            // It may have lost its last virtqueue to another lane.
+            // The hardware queue may have lost its last virtqueue to another lane.
             self.remove_unused(placed)?;
             let mut home = homes.get(&lane).copied().filter(|home| placed.index_of(*home).is_some());
             let orders = self.share(export).orders;
             let capacity = |hw: &PlacedHwQueue| if hw.is_narrow && !orders { 1 } else { hw.capacity };
             let capacity = home.and_then(|home| placed.index_of(home)).map_or(0, |hw| capacity(&placed.hw_queues[hw]));
-            // Those of the lane that are not served now come to it later.
+            // Includes the lane's queues that are not served now.
             let planned = placed.planned(lane);
             let mut new = None;
             if capacity < planned {
                 match self.make(export, placed, planned) {
                     Ok(made) => (home, new) = (None, Some(made)),
-                    // It serves them all the same, with its present counts.
+                    // The existing hardware queue serves all of them, with its present capacity.
                     Err(_) if home.is_some() => {}
                     Err(why) => {
                         let cure = "queues that have moved stay on their new lanes; give the device more queues, and set the \
@@ -540,7 +541,7 @@ impl ServedLanes {
         Ok(())
     }
 
-    /// Moves a hardware queue whole; says how long it rested.
+    /// Moves a hardware queue whole; returns the time it was quiesced.
     fn carry(&self, number: u32, from: usize, to: usize) -> Result<Duration, LaneError> {
         let begin = Instant::now();
         let release = self.lanes().begin_carry(number, to)?;
@@ -559,7 +560,7 @@ impl ServedLanes {
         Err(error)
     }
 
-    /// Sends a poller back to the lane that it came from.
+    /// Returns a poller to its previous lane.
     fn put_back(
         &self,
         number: u32,
@@ -571,8 +572,8 @@ impl ServedLanes {
         admission.wait(ANSWER_MAX).map_err(|refused| refused.error)
     }
 
-    /// Has a virtqueue leave its hardware queue for that of this number, or for the new one; says the number, if its
-    /// session has not ended meanwhile.
+    /// Moves a virtqueue from its hardware queue to the one of this number, or to the new one. Returns the number,
+    /// unless its session has ended meanwhile.
     fn transfer(
         &self,
         export: usize,
@@ -594,7 +595,7 @@ impl ServedLanes {
             error => SpecError::new(&name, error, "see the messages of the daemon"),
         };
         let was = placed.lane_of(queue);
-        // Before it leaves: its new lane has room.
+        // Before it leaves: the new lane must have room.
         let reserved = new.as_ref().map(|_| self.lanes().reserve(lane)).transpose()?;
         let mover = placed.queues[queue].mover.clone();
         let parted = mover.ok_or(PartError::Gone).and_then(|mover| mover.part(REST_MAX, ANSWER_MAX));
@@ -603,7 +604,8 @@ impl ServedLanes {
             Err(error) => {
                 reserved.into_iter().for_each(|number| self.lanes().forget(number));
                 let PartError::Gone = error else { return Err(failed(error).into()) };
-                // Its session ends: it is drained, and closed next. Its hardware queue is not needed any more.
+                // The session ends: the queue is drained and closed next, and its hardware queue is not needed any
+                // more.
                 placed.forget(queue);
                 return Ok(None);
             }
@@ -651,7 +653,7 @@ impl ServedLanes {
         }
     }
 
-    /// Changes how long lanes look for work before they sleep, microseconds.
+    /// Sets the maximum busy-polling time of lanes, us.
     ///
     /// # Errors
     /// A lane has ended by itself, or does not respond.
@@ -660,7 +662,7 @@ impl ServedLanes {
         change.wait(ANSWER_MAX)
     }
 
-    /// Longest busy-polling of lanes, us.
+    /// Maximum busy-polling time of lanes, us.
     pub fn spin_us(&self) -> u64 {
         self.lanes().config(0).policy.spin_ns / 1000
     }
@@ -681,7 +683,7 @@ struct MadeHwQueue {
     is_narrow: bool,
 }
 
-/// Has a hardware queue serve one more virtqueue, by the first of its virtqueues that is not about to be closed.
+/// Has a hardware queue serve one more virtqueue, through the first of its virtqueues that is not being closed.
 fn adopt(
     placed: &mut PlacedExport,
     hw: usize,

@@ -1,44 +1,43 @@
-//! The rule by which queues live on lanes.
+//! The rule that assigns queues to lanes.
 //!
-//! Each export has its queues spread evenly, beginning where those of the one before ended, unless it names lanes of
-//! its own. All are on one lane where a scheduler orders them, or where the device has too few queues. Which lanes the
-//! queues of an export are on depends on the number of queues of the exports before it, on the other exports of its
-//! device, and on nothing else.
+//! The queues of each export are spread evenly, starting after those of the previous export, unless the export names
+//! lanes. All are on one lane if a scheduler orders them, or if the device has too few queues. The lanes of an export
+//! depend only on the number of queues of the exports before it and on the other exports of its device.
 //!
-//! It places nothing by itself.
+//! Only computes; moves no queue.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use blkyard::spec::SpecError;
 use blkyard_mq::QueueMap;
 
-/// What one export asks of the lanes.
+/// Placement parameters of one export.
 #[derive(Clone, Debug)]
 pub struct Share {
-    /// The export, for messages.
+    /// Name of the export, for messages.
     pub name: String,
-    /// How many queues it has.
+    /// Number of queues.
     pub queues: usize,
-    /// The lanes they live on, in turn; spread evenly if none are named.
+    /// Lanes for the queues, in turn; empty to spread them evenly.
     pub named: Option<Vec<usize>>,
     /// Number of its device.
     pub device: usize,
-    /// Queues that its device can have open, for all exports.
+    /// Maximum open queues of the device, for all exports.
     pub device_queues: usize,
-    /// Whether the device's scheduler orders by time or place, and so needs all queues on one lane: on the first that
-    /// is named.
+    /// Whether the device's scheduler orders by time or position, and so needs all queues on one lane, the first of the
+    /// export's named lanes.
     pub orders: bool,
 }
 
-/// The lane of each queue, export by export, with so many lanes.
+/// The lane of each queue by export, for this number of lanes.
 ///
 /// # Errors
-/// An export names a lane that there is not.
+/// An export names a lane that does not exist.
 pub fn deal(shares: &[Share], lanes: usize) -> Result<Vec<usize>, SpecError> {
     let mut places = Vec::new();
     let mut used = BTreeMap::<usize, usize>::new();
     for (number, share) in shares.iter().enumerate() {
-        // Where the queues so far end, so that small exports do not all share the first lane.
+        // End of the queues so far, so that small exports do not all share the first lane.
         let first = places.len();
         let map = QueueMap::even(share.queues, lanes);
         let spread = |queue: usize| match &share.named {
@@ -46,7 +45,7 @@ pub fn deal(shares: &[Share], lanes: usize) -> Result<Vec<usize>, SpecError> {
             None => (map.queue_of(queue) + first) % lanes,
         };
         let wanted = (0..share.queues).map(spread).collect::<BTreeSet<_>>().len();
-        // Each export after it needs one as well.
+        // Each later export of the device needs a lane as well.
         let others = shares[number + 1..].iter().filter(|other| other.device == share.device).count();
         let used = used.entry(share.device).or_default();
         let is_one = share.orders || wanted > share.device_queues.saturating_sub(*used + others);

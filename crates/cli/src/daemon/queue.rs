@@ -1,4 +1,4 @@
-//! Construction of an export's queues: their slots on lanes at the start, the rest when a front-end needs it.
+//! Construction of an export's queues: lane assignment at the start, and the queue itself when a front-end needs it.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use blkyard_virtio::SerialId;
 
 use super::{ServedDevice, ServedLanes};
 
-/// Parameters of the queues of one export.
+/// Parameters of an export's queues.
 #[derive(Clone)]
 pub(crate) struct QueueMaker {
     pub(crate) lanes: Arc<ServedLanes>,
@@ -21,20 +21,20 @@ pub(crate) struct QueueMaker {
     pub(crate) device: Arc<ServedDevice>,
     /// Serial number of the disk.
     pub(crate) serial: SerialId,
-    /// Rate limit of its queues together.
+    /// Shared rate limit of its queues.
     pub(crate) rate: Arc<RateSlot>,
 }
 
 impl QueueMaker {
-    /// Has the lanes know how hardware queues of the export are made.
+    /// Registers the maker of the export's hardware queues with the lanes.
     pub(crate) fn register(&self) {
         let (device, rate) = (Arc::clone(&self.device), Arc::clone(&self.rate));
         let make = move |queues| make_hw_queue(&device, &rate, queues);
         self.lanes.make_by(self.export, Box::new(make));
     }
 
-    /// Makes the queue of this number. It is not served until a front-end starts its ring, unless the device has a
-    /// bounded number of queues: then it has to be known now whether they are enough.
+    /// Makes the queue of this index. It is served when a front-end starts its ring. If the device has a bounded number
+    /// of queues, it is served now, so that a lack of queues is found at the start.
     ///
     /// # Errors
     /// The device has no more queues, or the lane has no room: object, cause, cure.
@@ -42,7 +42,7 @@ impl QueueMaker {
         let remote = on_demand_queue(Box::new(VirtqueueHost {
             maker: self.clone(),
             queue,
-            // For schedulers.
+            // Stream number for schedulers.
             stream: self.device.new_stream(),
         }));
         self.lanes.move_by(self.export, queue, remote.mover());
@@ -53,10 +53,10 @@ impl QueueMaker {
     }
 }
 
-/// Created before it enters its lane: that takes as long as a hundred I/Os of the lane's other queues.
+/// Made before it is added to its lane: this takes as long as a hundred I/Os of the lane's other queues.
 fn make_hw_queue(device: &ServedDevice, rate: &RateSlot, queues: usize) -> Result<HwQueue<DeviceQueue>, String> {
     let (usual, scheduler) = (HwQueueConfig::default(), device.scheduler());
-    // Each virtqueue has as many bios and tags as with a private hardware queue. A scheduler that orders needs the tags
+    // Each virtqueue has as many bios and tags as with a private hardware queue. A scheduler that orders gets the tags
     // of one.
     let wanted = if scheduler.orders() { usual.depth } else { usual.depth * queues };
     let depth = wanted.min(device.device.depth_max()).min(TagSet::DEPTH_MAX);
@@ -67,7 +67,7 @@ fn make_hw_queue(device: &ServedDevice, rate: &RateSlot, queues: usize) -> Resul
     Ok(hw)
 }
 
-/// Has one virtqueue served on its lane.
+/// Serves one virtqueue on its lane.
 struct VirtqueueHost {
     maker: QueueMaker,
     queue: usize,
@@ -90,7 +90,7 @@ impl QueueHost<VirtqueueSession> for VirtqueueHost {
     }
 }
 
-/// Requests in flight of each queue that serves a device.
+/// Requests in flight of each queue of a device.
 pub(crate) fn depth_of(device: &Device) -> usize {
     HwQueueConfig::default().depth.min(device.depth_max())
 }

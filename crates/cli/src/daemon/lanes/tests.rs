@@ -10,7 +10,7 @@ use blkyard_mq::{HwQueueConfig, QueueKind};
 use blkyard_virtio::SerialId;
 use std::sync::Arc;
 
-/// Lanes on which every queue is served.
+/// Lanes with every queue served.
 fn served(count: usize, shares: Vec<Share>) -> (ServedLanes, Vec<VirtqueueRemote>) {
     let queues: Vec<usize> = shares.iter().map(|share| share.queues).collect();
     let lanes = ServedLanes::start(count, shares, |_| LaneConfig::default()).unwrap();
@@ -43,7 +43,7 @@ fn virtqueue(port: VirtqueuePort) -> DetachedVirtqueue {
     DetachedVirtqueue::new(SerialId::new("x").unwrap(), port, QueueShare { bios: 8, depth: 8 }, 0).unwrap()
 }
 
-/// Has queues of the first export served on demand, and takes them back later than they are closed.
+/// Serves queues of the first export on demand, and closes them with a delay.
 struct SlowHost(Arc<ServedLanes>, usize);
 
 impl QueueHost<VirtqueueSession> for SlowHost {
@@ -106,7 +106,7 @@ fn queues_that_are_added_are_dealt_by_the_rule_once_they_are_opened() {
     assert_eq!(places(&lanes), [0, 1, 0]);
     lanes.set_queues(0, 4).unwrap();
     assert_eq!(places(&lanes), [0, 1, 1, 1, 0], "those that are served stay, and so do those of other devices");
-    // The next front-end.
+    // The queue is opened for the next front-end.
     (0..2).for_each(|queue| lanes.close(0, queue).unwrap());
     remotes.drain(..2);
     assert_eq!(places(&lanes), [0, 0, 1, 1, 0]);
@@ -149,7 +149,7 @@ fn hardware_queue_is_made_for_queues_that_are_not_served_yet() {
 fn scheduler_of_a_device_places_its_own_exports_only() {
     let other = Share { device: 1, ..share(2, None) };
     let (lanes, remotes) = served(2, vec![share(2, None), other]);
-    // Where the rule would have it no more.
+    // A lane that the rule would not choose any more.
     lanes.exports[1].share.lock().unwrap().named = Some(vec![1]);
     let before = lanes.seen(1);
     assert_eq!(lanes.set_orders(0, true).unwrap().count, 1);
@@ -206,7 +206,7 @@ fn hardware_queue_is_called_by_its_export_and_its_queues() {
     lanes.join().unwrap();
 }
 
-/// The hardware queues of an export: the lane of each, its capacity and its queues, by their first queue.
+/// The hardware queues of an export by first queue: lane, capacity and queues.
 fn shape(lanes: &ServedLanes, export: usize) -> Vec<(usize, usize, Vec<usize>)> {
     let placed = lanes.changing(export);
     let mut shape: Vec<_> = placed
