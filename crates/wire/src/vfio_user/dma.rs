@@ -1,4 +1,4 @@
-//! DMA: memory of the client that the server reaches, and messages for memory that it cannot map.
+//! DMA: memory of the client for the server, by mapping or by message.
 
 use super::payload::{PayloadReader, check_descriptors, check_range, payload};
 use super::{Command, MessageError};
@@ -11,7 +11,7 @@ const UNMAP_BYTES: usize = 24;
 const ACCESS_BYTES: usize = 16;
 /// Bytes of the reply to DMA_WRITE, as the specification's table has it.
 const WRITTEN_BYTES: usize = 12;
-/// Unmap all that is mapped (`VFIO_DMA_UNMAP_FLAG_ALL`).
+/// Unmap all mappings (`VFIO_DMA_UNMAP_FLAG_ALL`).
 const UNMAP_ALL: u32 = 1 << 1;
 
 bitflags::bitflags! {
@@ -38,10 +38,10 @@ pub struct DmaMapRequest {
     pub size: u64,
 }
 
-/// Memory of the client, to be unmapped. It is the reply, too.
+/// Memory of the client, to be unmapped. Also the payload of the reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DmaUnmapRequest {
-    /// One mapping, as it was made.
+    /// One mapping, identified by its exact range.
     One {
         /// Address of its first byte.
         address: u64,
@@ -57,7 +57,7 @@ pub enum DmaUnmapRequest {
 pub struct DmaAccess {
     /// Address of the first one.
     pub address: u64,
-    /// How many.
+    /// Number of bytes.
     pub count: u32,
 }
 

@@ -1,11 +1,11 @@
 //! Faults of frames and messages.
 //!
-//! After a [`FrameError`] the boundaries of the stream are lost, and the connection with them. After a [`MessageError`]
-//! they are not: a server replies with an error, a client closes the connection.
+//! A [`FrameError`] loses the message boundaries and ends the connection. After a [`MessageError`] the boundaries are
+//! intact: a server replies with an error, a client closes the connection.
 
 use super::Command;
 
-/// Why a byte stream is not one of messages.
+/// Reason why a byte stream is invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FrameError {
     /// Shorter than its own header, or longer than the receiver takes.
@@ -33,20 +33,20 @@ pub enum FrameError {
     },
 }
 
-/// Fault of a payload for its command.
+/// Fault of a command's payload.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MessageError {
-    /// No such command, or not one of this direction.
+    /// The command is unknown, or belongs to the other direction.
     #[error("command {0} is unknown here")]
     UnknownCommand(u16),
-    /// The payload has not the length that its contents demand.
+    /// The length of the payload does not match its contents.
     #[error("{command}: payload of {bytes} bytes, {expected} expected")]
     Length {
         /// The command.
         command: Command,
         /// Bytes of the payload.
         bytes: usize,
-        /// Bytes of the structure and of the data that it announces; at least so many if there may be more.
+        /// Bytes of the structure and of its announced data; a lower bound if more may follow.
         expected: u64,
     },
     /// `argsz` is less than the structure, or differs from the sent length.
@@ -93,17 +93,17 @@ pub enum MessageError {
         /// Its value.
         count: u64,
     },
-    /// The number of descriptors is not one that the message can have.
+    /// The message cannot have this number of descriptors.
     #[error("{command}: {came} descriptors, at most {max} expected")]
     Descriptors {
         /// The command.
         command: Command,
-        /// How many came.
+        /// Received descriptors.
         came: usize,
-        /// How many may come.
+        /// Maximum number of descriptors.
         max: usize,
     },
-    /// A message names a descriptor that did not come, or needs one and has none.
+    /// A descriptor is named but missing, or required but not named.
     #[error("{command}: descriptor {index} is missing")]
     NoDescriptor {
         /// The command.
@@ -117,7 +117,7 @@ pub enum MessageError {
         /// Bytes of the data.
         bytes: usize,
     },
-    /// The data of VERSION is not the JSON that it should be.
+    /// The data of VERSION is not valid JSON of the expected form.
     #[error("VERSION: invalid data: {0}")]
     Json(String),
     /// A capability of a region is outside the payload or before another, or occurs twice.
@@ -126,7 +126,7 @@ pub enum MessageError {
         /// Its offset.
         offset: u32,
     },
-    /// A capability has a version that is not known.
+    /// A capability has an unknown version.
     #[error("DEVICE_GET_REGION_INFO: capability {id} has unknown version {version}")]
     CapabilityVersion {
         /// The capability.
@@ -144,7 +144,7 @@ pub enum MessageError {
         /// Bytes of the region.
         region: u64,
     },
-    /// A file descriptor for I/O of a kind that is not known.
+    /// A file descriptor for I/O of unknown kind.
     #[error("DEVICE_GET_REGION_IO_FDS: type {0} is unknown")]
     IoFdType(u32),
 }

@@ -45,7 +45,7 @@ pub struct FrameReader<D> {
     limits: FrameLimits,
     /// The header's bytes first.
     bytes: Vec<u8>,
-    /// Once its bytes are there.
+    /// Set once its bytes have arrived.
     header: Option<MessageHeader>,
     descriptors: Vec<D>,
 }

@@ -76,10 +76,10 @@ impl fmt::Display for Command {
 pub enum MessageKind {
     /// A command.
     Command {
-        /// The sender expects no reply.
+        /// The sender requests no reply.
         no_reply: bool,
     },
-    /// The reply to a command that was carried out.
+    /// The reply to a successful command.
     Reply,
     /// The reply to a command that failed, with an errno or 0. It has no payload.
     Error(u32),
@@ -90,7 +90,7 @@ pub enum MessageKind {
 pub struct MessageHeader {
     /// Chosen by the sender of the command, and repeated in the reply.
     pub id: u16,
-    /// Number of the command. An unknown one leaves the stream intact.
+    /// Number of the command; an unknown number does not invalidate the stream.
     pub command: u16,
     /// Bytes after the header.
     pub payload_bytes: u32,

@@ -20,13 +20,13 @@ bitflags::bitflags! {
     /// Features of an interrupt type. Bits without a name are kept.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct IrqFlags: u32 {
-        /// It signals eventfds.
+        /// The type signals eventfds.
         const EVENTFD = 1;
-        /// It can be masked and unmasked.
+        /// The type can be masked and unmasked.
         const MASKABLE = 2;
-        /// It masks itself when it is triggered.
+        /// The type masks itself when triggered.
         const AUTOMASKED = 4;
-        /// Its interrupts are set up together or not at all.
+        /// Its interrupts can only be set up together.
         const NORESIZE = 8;
     }
 }
@@ -38,7 +38,7 @@ pub struct IrqInfo {
     pub index: u32,
     /// Its features.
     pub flags: IrqFlags,
-    /// How many interrupts it has.
+    /// Number of interrupts.
     pub count: u32,
 }
 
@@ -49,7 +49,7 @@ pub struct IrqRange {
     pub index: u32,
     /// The first one.
     pub start: u32,
-    /// How many.
+    /// Number of interrupts.
     pub count: u32,
 }
 
@@ -64,12 +64,12 @@ pub enum IrqAction {
     Trigger,
 }
 
-/// To which interrupts of a range an action applies, or the eventfds for it.
+/// Selection of interrupts in a range, or their new eventfds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IrqData<'a> {
     /// All of them. An empty range at 0 with [`IrqAction::Trigger`] disables the type.
     All,
-    /// Those whose byte is not zero: one byte each.
+    /// Interrupts whose byte is not zero: one byte each.
     Some(&'a [u8]),
     /// An eventfd each is set; the descriptors came with the message.
     SetEventfds,
@@ -77,14 +77,14 @@ pub enum IrqData<'a> {
     RemoveEventfds,
 }
 
-/// A request to do something with interrupts.
+/// A request to act on interrupts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IrqSetRequest<'a> {
     /// The interrupts.
     pub range: IrqRange,
     /// The action.
     pub action: IrqAction,
-    /// To which, or by which eventfds.
+    /// Selection, or new eventfds.
     pub data: IrqData<'a>,
 }
 

@@ -5,7 +5,7 @@
 //! `encode` functions are the way back. All numbers have the byte order of the host, as the specification says.
 //!
 //! Not here: migration (`DEVICE_FEATURE`, `MIG_DATA_READ`, `MIG_DATA_WRITE`, the older `DIRTY_PAGES`), whose commands
-//! are unknown to this parser; the descriptors themselves, which a message only counts; what a message does.
+//! are unknown to this parser; the descriptors, which are only counted; the execution of messages.
 
 mod dma;
 mod error;
@@ -31,7 +31,7 @@ pub use reply::VfioReply;
 pub use request::VfioRequest;
 pub use version::{TwinSocket, VERSION_BYTES_MAX, VfioCapabilities, VfioVersion};
 
-/// The version of the protocol that is spoken here.
+/// The supported protocol version.
 pub const VERSION: (u16, u16) = (0, 1);
 
 /// Numbers of the regions of a PCI device (`linux/vfio.h`).
@@ -52,6 +52,6 @@ pub mod irq_index {
     pub const MSIX: u32 = 2;
     /// Errors of the device.
     pub const ERR: u32 = 3;
-    /// The server asks for the device back.
+    /// The server requests the return of the device.
     pub const REQ: u32 = 4;
 }

@@ -2,7 +2,7 @@
 
 use super::{Command, MessageError};
 
-/// Fields of a payload, in order. A field that is not there is [`MessageError::Length`].
+/// Fields of a payload, in order. A missing field is [`MessageError::Length`].
 pub(super) struct PayloadReader<'a> {
     command: Command,
     whole: &'a [u8],
@@ -44,12 +44,12 @@ impl<'a> PayloadReader<'a> {
         Ok(argsz)
     }
 
-    /// All that is left.
+    /// All remaining bytes.
     pub(super) fn rest(&mut self) -> &'a [u8] {
         std::mem::take(&mut self.left)
     }
 
-    /// All that is left, which must be `count` bytes.
+    /// All remaining bytes, which must be `count` bytes.
     pub(super) fn data(&mut self, count: u64) -> Result<&'a [u8], MessageError> {
         if self.left.len() as u64 != count {
             let fixed = (self.whole.len() - self.left.len()) as u64;

@@ -13,7 +13,7 @@ pub(super) const IO_FDS_BYTES: usize = 16;
 const IO_FD_BYTES: usize = 40;
 /// Bytes before the data of REGION_READ and REGION_WRITE.
 const ACCESS_BYTES: usize = 16;
-/// Bytes of one write of REGION_WRITE_MULTI, and the most data that it has.
+/// Bytes of one write of REGION_WRITE_MULTI, and its maximum data.
 const WRITE_BYTES: usize = 24;
 const WRITE_DATA_BYTES: usize = 8;
 
@@ -29,9 +29,9 @@ bitflags::bitflags! {
     /// Kind of a device. Bits without a name are of other buses, and kept.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
     pub struct DeviceFlags: u32 {
-        /// It takes DEVICE_RESET.
+        /// The device supports DEVICE_RESET.
         const RESET = 1;
-        /// It is a PCI device.
+        /// The device is a PCI device.
         const PCI = 2;
     }
 
@@ -44,7 +44,7 @@ bitflags::bitflags! {
         const WRITE = 2;
         /// Map it, all or in parts.
         const MMAP = 4;
-        /// It has capabilities. Set by the encoder, not kept in [`RegionInfo`].
+        /// The region has capabilities. Set by the encoder, not kept in [`RegionInfo`].
         const CAPS = 8;
     }
 }
@@ -63,7 +63,7 @@ pub struct DeviceRegions {
 /// A region of the device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RegionInfo {
-    /// Its number.
+    /// Region number.
     pub index: u32,
     /// Permitted accesses.
     pub flags: RegionFlags,
@@ -91,20 +91,20 @@ pub struct RegionAccess {
     pub offset: u64,
     /// Number of the region.
     pub region: u32,
-    /// How many.
+    /// Number of bytes.
     pub count: u32,
 }
 
 /// One of several writes in one message: 1 to 8 bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RegionWrite {
-    /// Where.
+    /// Accessed bytes of the region.
     pub access: RegionAccess,
     /// The bytes; those from `access.count` on are zero.
     pub data: [u8; WRITE_DATA_BYTES],
 }
 
-/// How the server learns of writes to parts of a region without a message.
+/// Notification of the server about writes to parts of a region without a message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RegionIoFds {
     /// Number of the region.
@@ -120,13 +120,13 @@ pub struct IoFd {
     pub offset: u64,
     /// Bytes; zero if the length of an access does not matter.
     pub size: u64,
-    /// Place of the descriptor among those of the message.
+    /// Index of the descriptor among those of the message.
     pub fd_index: u32,
     /// Kind of the descriptor.
     pub kind: IoFdKind,
     /// Flags of KVM's interface for it.
     pub flags: u32,
-    /// The value that triggers an eventfd, or that the server gets back with each access.
+    /// The value that triggers an eventfd, or that an ioregionfd returns with each access.
     pub value: u64,
 }
 
@@ -154,14 +154,14 @@ impl DeviceRegions {
     }
 }
 
-/// A region info reply: with its capabilities, or with the bytes that it takes to have them.
+/// A region info reply, either with its capabilities or with the length needed for them.
 pub(super) enum RegionInfoReply {
     Whole(RegionInfo),
     Cut { argsz: u32, fixed: RegionInfo },
 }
 
 impl RegionInfo {
-    /// Bytes of the whole reply: the `argsz` with which to ask for it.
+    /// Bytes of the whole reply: the `argsz` to request it.
     pub fn reply_bytes(&self) -> u32 {
         let areas = self.sparse.as_ref().map_or(0, |areas| SPARSE_BYTES + areas.len() * AREA_BYTES);
         (REGION_INFO_BYTES + areas) as u32
@@ -209,7 +209,7 @@ impl RegionInfo {
     }
 }
 
-/// Walks the capabilities from offset `first` on. Each lies behind the one before, so the walk ends.
+/// Walks the capabilities from offset `first` on. Each must lie after the previous one, so the walk ends.
 fn parse_sparse(payload: &[u8], first: u32, region: u64) -> Result<Option<Vec<SparseArea>>, MessageError> {
     let command = Command::DeviceGetRegionInfo;
     let mut sparse = None;
@@ -257,14 +257,14 @@ fn parse_areas(bytes: &[u8], region: u64) -> Result<Vec<SparseArea>, MessageErro
     Ok(areas)
 }
 
-/// A reply about descriptors for I/O: with its parts, or with the bytes that it takes to have them.
+/// A reply about descriptors for I/O, either with its parts or with the length needed for them.
 pub(super) enum RegionIoFdsReply {
     Whole(RegionIoFds),
     Cut { argsz: u32, index: u32 },
 }
 
 impl RegionIoFds {
-    /// Bytes of the whole reply: the `argsz` with which to ask for it.
+    /// Bytes of the whole reply: the `argsz` to request it.
     pub fn reply_bytes(&self) -> u32 {
         (IO_FDS_BYTES + self.parts.len() * IO_FD_BYTES) as u32
     }

@@ -22,35 +22,35 @@ pub enum VfioReply<'a> {
     DeviceGetRegionInfo(RegionInfo),
     /// A region's properties, without its capabilities: the reply would have exceeded the requested length.
     RegionInfoCut {
-        /// Bytes of the whole reply, to be asked for.
+        /// Bytes of the whole reply, for the next request.
         argsz: u32,
-        /// The region. The parts that may be mapped are not known yet.
+        /// The region. Its mappable parts are unknown so far.
         fixed: RegionInfo,
     },
     /// Descriptors that replace writes to a region. They come with it.
     DeviceGetRegionIoFds(RegionIoFds),
-    /// The reply about descriptors would have been longer than was asked for.
+    /// The reply about descriptors exceeds the requested length.
     RegionIoFdsCut {
-        /// Bytes of the whole reply, to be asked for.
+        /// Bytes of the whole reply, for the next request.
         argsz: u32,
         /// Number of the region.
         index: u32,
     },
     /// Properties of an interrupt type.
     DeviceGetIrqInfo(IrqInfo),
-    /// Done with the interrupts.
+    /// The interrupt action was done.
     DeviceSetIrqs,
-    /// Bytes of a region; as many as the access says.
+    /// Bytes of a region, as many as the access counts.
     RegionRead(RegionAccess, &'a [u8]),
-    /// Written.
+    /// The write to the region was done.
     RegionWrite(RegionAccess),
-    /// Bytes of the client's memory; as many as the access says.
+    /// Bytes of the client's memory, as many as the access counts.
     DmaRead(DmaAccess, &'a [u8]),
-    /// Written.
+    /// The write to the client's memory was done.
     DmaWrite(DmaAccess),
     /// Reset.
     DeviceReset,
-    /// Writes that were done.
+    /// Completed writes.
     RegionWriteMulti {
         /// How many.
         count: u64,
@@ -58,7 +58,7 @@ pub enum VfioReply<'a> {
 }
 
 impl<'a> VfioReply<'a> {
-    /// Reads the payload of a reply that came with so many descriptors. The receiver takes `data_max` bytes of data in
+    /// Parses the payload of a reply with this number of descriptors. The receiver accepts `data_max` bytes of data in
     /// one message.
     ///
     /// # Errors
@@ -114,7 +114,7 @@ impl<'a> VfioReply<'a> {
         })
     }
 
-    /// The command that it answers.
+    /// The command that this reply answers.
     pub fn command(&self) -> Command {
         match self {
             VfioReply::Version(_) => Command::Version,

@@ -1,4 +1,4 @@
-//! Commands of both directions, as they are sent.
+//! Commands of both directions.
 
 use super::payload::{PayloadReader, check_descriptors, payload};
 use super::region::{DEVICE_BYTES, IO_FDS_BYTES};
@@ -12,7 +12,7 @@ use super::{
 pub enum VfioRequest<'a> {
     /// The client's proposal.
     Version(VfioVersion),
-    /// Maps memory of the client. With one descriptor, or none if the server has to ask for each byte.
+    /// Maps memory of the client, with one descriptor, or none if the server accesses it by messages.
     DmaMap(DmaMapRequest),
     /// Unmaps memory of the client.
     DmaUnmap(DmaUnmapRequest),
@@ -20,14 +20,14 @@ pub enum VfioRequest<'a> {
     DeviceGetInfo,
     /// Requests a region's properties.
     DeviceGetRegionInfo {
-        /// Bytes that the reply may have; at least those of the fixed part.
+        /// Maximum bytes of the reply; at least the fixed part.
         argsz: u32,
         /// Number of the region.
         index: u32,
     },
     /// Requests the descriptors that replace writes to a region.
     DeviceGetRegionIoFds {
-        /// Bytes that the reply may have; at least those of the fixed part.
+        /// Maximum bytes of the reply; at least the fixed part.
         argsz: u32,
         /// Number of the region.
         index: u32,
@@ -37,7 +37,7 @@ pub enum VfioRequest<'a> {
         /// Number of the type.
         index: u32,
     },
-    /// Does something with interrupts. With as many eventfds as it sets.
+    /// Acts on interrupts, with an eventfd for each one set.
     DeviceSetIrqs(IrqSetRequest<'a>),
     /// Reads bytes of a region.
     RegionRead(RegionAccess),
@@ -54,7 +54,7 @@ pub enum VfioRequest<'a> {
 }
 
 impl<'a> VfioRequest<'a> {
-    /// Reads the payload of a command that came with so many descriptors. The receiver takes `data_max` bytes of data
+    /// Parses the payload of a command with this number of descriptors. The receiver accepts `data_max` bytes of data
     /// in one message.
     ///
     /// # Errors

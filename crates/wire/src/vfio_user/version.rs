@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::payload::{PayloadReader, check_descriptors};
 use super::{Command, MessageError};
 
-/// Bytes of a VERSION payload, at most. Those of known peers have less than 200.
+/// Maximum bytes of a VERSION payload. Known peers send less than 200.
 pub const VERSION_BYTES_MAX: usize = 4096;
 
 /// The proposal of a client, or the answer of its server.
@@ -21,7 +21,7 @@ pub struct VfioVersion {
     pub capabilities: VfioCapabilities,
 }
 
-/// Capabilities of a peer. A field that it does not send has the specification's default.
+/// Capabilities of a peer. Fields that are not sent have the default of the specification.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct VfioCapabilities {
@@ -33,20 +33,20 @@ pub struct VfioCapabilities {
     pub max_dma_maps: u64,
     /// Page sizes of DMA mappings, one bit each.
     pub pgsizes: NonZeroU64,
-    /// Commands of the server on a separate socket.
+    /// Whether the server sends its commands on a separate socket.
     #[serde(skip_serializing_if = "TwinSocket::is_default")]
     pub twin_socket: TwinSocket,
-    /// REGION_WRITE_MULTI is known.
+    /// Whether REGION_WRITE_MULTI is supported.
     pub write_multiple: bool,
 }
 
-/// Terms of a second socket, for the server's commands.
+/// Description of a second socket for the server's commands.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct TwinSocket {
-    /// The sender has such a socket.
+    /// Whether the sender has such a socket.
     pub supported: bool,
-    /// Place of the socket among the descriptors of the reply.
+    /// Index of the socket among the descriptors of the reply.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub fd_index: Option<u32>,
 }
