@@ -1,8 +1,8 @@
-//! An NVMe controller: registers, the admin queue, and their enable, reset and shutdown.
+//! An NVMe controller: registers, admin queue, enable, reset and shutdown.
 //!
-//! [`Controller`] is the admin side, owned by the control path. I/O queues ([`ControllerIoQueue`]) are owned by lanes,
-//! each apart from it; the two sides meet by plain messages when a queue is created or deleted, a command is aborted,
-//! or the controller is reset.
+//! [`Controller`] is the admin side, owned by the control path. I/O queues ([`ControllerIoQueue`]) are owned by lanes.
+//! The two sides exchange plain messages when a queue is created or deleted, a command is aborted, or the controller is
+//! reset.
 //!
 //! ```text
 //!   registers ──▶ Controller ──ControllerRequest──▶ owner ──ControllerQueueCommand──▶ ControllerIoQueue
@@ -10,10 +10,10 @@
 //!                     └─────────────────────────ControllerQueueReply─────────────────────────┘
 //! ```
 //!
-//! A reset ends (CSTS.RDY 0) when each I/O queue has reported that it is stopped: from then on nothing of earlier
-//! commands is written to the memory of the host.
+//! A reset ends (CSTS.RDY 0) when each I/O queue has reported that it is stopped. From then on no earlier command
+//! writes to the memory of the host.
 //!
-//! It starts no thread, reads no clock (time is an argument), and signals nothing: it reports the due signals. Devices,
+//! It starts no thread, reads no clock (time is an argument), and sends no signal: it reports due signals. Devices,
 //! memory and transport belong to its owner.
 
 mod admin;
@@ -53,15 +53,15 @@ use crate::doorbell::{Doorbells, ShadowDoorbells};
 use crate::registers as reg;
 use crate::{DataWalker, DmaMap, IdentifyController, NvmeStatus};
 
-/// Admin commands executed by one call of [`Controller::poll`]: the caller's thread has other work, too.
+/// Maximum admin commands executed by one call of [`Controller::poll`], since the thread has other work.
 const COMMANDS_MAX: usize = 64;
 
 /// Request of a controller to its owner.
 #[derive(Debug)]
 pub enum ControllerRequest {
-    /// Give this I/O completion queue to a lane.
+    /// Assign this I/O completion queue to a lane.
     Create(Box<ControllerIoQueue>),
-    /// Hand a command to the I/O completion queue of this identifier.
+    /// Pass a command to the I/O completion queue of this identifier.
     Queue(u16, ControllerQueueCommand),
     /// Flush the devices of all namespaces, then call [`Controller::flushed`] with this number.
     Flush(u64),
@@ -85,12 +85,12 @@ struct IoSubmissionQueue {
 #[derive(Debug)]
 pub struct Controller {
     options: ControllerOptions,
-    /// CC as it was written.
+    /// CC as written by the host.
     cc: u32,
     status: reg::ControllerStatus,
     /// AQA, ASQ and ACQ.
     admin_addresses: QueueAddresses,
-    /// Registers of all doorbells.
+    /// Memory of the doorbell registers.
     registers: View,
     /// Addresses of the shadow doorbells and event indexes.
     shadow: Option<(u64, u64)>,
@@ -100,9 +100,9 @@ pub struct Controller {
     namespaces: Arc<NamespaceTable>,
     /// The admin queue, while commands are processed.
     admin: Option<ControllerQueuePair>,
-    /// Whether its doorbell fault was taken note of.
+    /// Whether the admin queue's doorbell fault was recorded.
     is_admin_fault_told: bool,
-    /// By identifier; entry 0 is empty.
+    /// Indexed by identifier; entry 0 is empty.
     cqs: Box<[Option<IoCompletionQueue>]>,
     sqs: Box<[Option<IoSubmissionQueue>]>,
     pending: Vec<(u16, PendingAdmin)>,
@@ -112,13 +112,13 @@ pub struct Controller {
     walker: DataWalker,
     segments: Vec<Segment>,
     requests: VecDeque<ControllerRequest>,
-    /// Owners that have not said yet that their queue is stopped; unset while queues run.
+    /// Number of queue owners that have not reported a stop yet; unset while queues run.
     stopping: Option<usize>,
     is_resetting: bool,
-    /// Owners that still use the memory before the last change.
+    /// Number of queue owners that still use the memory before the last change.
     remapping: usize,
     is_write_through: bool,
-    /// Numbers of flushes: the last one, and the one that a shutdown waits for.
+    /// Number of the last flush, and of the flush that a shutdown waits for.
     flushes: u64,
     shutdown_flush: Option<u64>,
     keep_alive_until_ns: Option<u64>,
@@ -126,14 +126,14 @@ pub struct Controller {
 }
 
 impl Controller {
-    /// A disabled controller. `registers` is the memory of its doorbell registers (offset 1000h on), with room for the
-    /// admin queue and all I/O queues. It may be shared with the host.
+    /// A disabled controller. `registers` is the memory of its doorbell registers (from offset 1000h), with room for
+    /// the admin queue and all I/O queues. It may be shared with the host.
     ///
     /// # Errors
-    /// There is no memory.
+    /// The system has no memory left.
     ///
     /// # Panics
-    /// If options are out of range, or `registers` too short: both are of our own making.
+    /// If options are out of range or `registers` is too short; both come from the caller.
     pub fn new(
         options: ControllerOptions,
         registers: View,
@@ -186,7 +186,7 @@ impl Controller {
         Ok(controller)
     }
 
-    /// Executes admin commands and tells of events. Says whether vector 0 is to be signalled.
+    /// Executes admin commands and reports events. Returns whether vector 0 is to be signalled.
     pub fn poll(&mut self, now_ns: u64) -> bool {
         self.now_ns = now_ns;
         if self.keep_alive_until_ns.is_some_and(|until| now_ns >= until) && self.admin.is_some() {
@@ -200,22 +200,22 @@ impl Controller {
         self.admin.as_mut().is_some_and(ControllerQueuePair::take_posted)
     }
 
-    /// Says whether the admin queue has something to do already; otherwise the host writes a register before it has.
+    /// Requests register writes for the admin queue. Returns whether commands are already available.
     pub fn arm(&mut self) -> bool {
         self.admin.as_mut().is_some_and(|pair| pair.arm() == Ok(true))
     }
 
-    /// When [`Controller::poll`] is to be called at the latest.
+    /// Latest time of the next [`Controller::poll`].
     pub fn deadline_ns(&self) -> Option<u64> {
         self.keep_alive_until_ns.filter(|_| self.admin.is_some())
     }
 
-    /// The owner's next task.
+    /// The next request to the owner.
     pub fn take_request(&mut self) -> Option<ControllerRequest> {
         self.requests.pop_front()
     }
 
-    /// Takes an answer of the owner of an I/O completion queue.
+    /// Handles a reply from the owner of an I/O completion queue.
     pub fn reply(&mut self, cqid: u16, reply: ControllerQueueReply) {
         match reply {
             ControllerQueueReply::Stopped => {
@@ -250,7 +250,7 @@ impl Controller {
         }
     }
 
-    /// All namespaces are flushed, as [`ControllerRequest::Flush`] asked for.
+    /// All namespaces were flushed for [`ControllerRequest::Flush`].
     pub fn flushed(&mut self, number: u64) {
         if self.shutdown_flush == Some(number) {
             self.shutdown_flush = None;
@@ -259,7 +259,7 @@ impl Controller {
         self.finish_pending(PendingAdmin::Flush(number), 0);
     }
 
-    /// Replaces the memory of the host. The old one is in use until [`Controller::is_remapping`] says otherwise.
+    /// Replaces the memory of the host. The previous memory is in use until [`Controller::is_remapping`] is false.
     pub fn set_memory(&mut self, map: &DmaMap) {
         let (map, number) = map.with_region(Arc::clone(&self.bounce));
         self.memory = ControllerMemory::new(map, number, self.options.transfer_bytes);
@@ -290,7 +290,7 @@ impl Controller {
         self.remapping > 0 || self.stopping.is_some_and(|owners| owners > 0)
     }
 
-    /// Replaces the namespaces, and tells the host of those that changed.
+    /// Replaces the namespaces, and notifies the host of changed ones.
     pub fn set_namespaces(&mut self, namespaces: NamespaceTable) {
         let is_changed = self.logs.compare(&self.namespaces, &namespaces);
         self.namespaces = Arc::new(namespaces);
@@ -303,7 +303,7 @@ impl Controller {
         }
     }
 
-    /// The memory that the controller reaches.
+    /// The memory accessible to the controller.
     pub fn memory(&self) -> &ControllerMemory {
         &self.memory
     }
@@ -313,7 +313,7 @@ impl Controller {
         self.options.identify(self.namespaces.identifiers(), has_cache)
     }
 
-    /// Enables the controller, as CC, AQA, ASQ and ACQ say; anything wrong is fatal (CSTS.CFS).
+    /// Enables the controller with CC, AQA, ASQ and ACQ; invalid values are a fatal error (CSTS.CFS).
     fn enable(&mut self) {
         let QueueAddresses { sq, cq, .. } = self.admin_addresses;
         let (sq_entries, cq_entries) = reg::admin_queue_entries(self.admin_addresses.attributes);
@@ -333,24 +333,24 @@ impl Controller {
         self.status.ready = true;
     }
 
-    /// Begins a reset (CC.EN 0).
+    /// Starts a reset (CC.EN 0).
     fn reset(&mut self) {
         self.is_resetting = true;
         self.stop();
     }
 
-    /// Begins a shutdown (CC.SHN).
+    /// Starts a shutdown (CC.SHN).
     fn shut_down(&mut self) {
         self.status.shutdown = reg::SHUTDOWN_RUNNING;
         self.stop();
     }
 
-    /// Processes no more commands, and has all I/O queues stop.
+    /// Stops processing commands, and stops all I/O queues.
     fn stop(&mut self) {
         self.admin = None;
         self.pending.clear();
         self.keep_alive_until_ns = None;
-        // A queue that stops has no other answer left.
+        // A stopping queue sends no other reply.
         self.remapping = 0;
         if self.stopping.is_none() {
             let queues: Vec<_> = self.cq_ids().collect();
@@ -362,7 +362,7 @@ impl Controller {
         self.finish_stop();
     }
 
-    /// Goes on with a reset or shutdown once all queues are stopped.
+    /// Continues a reset or shutdown once all queues are stopped.
     fn finish_stop(&mut self) {
         if self.stopping != Some(0) {
             return;
@@ -387,14 +387,14 @@ impl Controller {
         self.doorbells = Doorbells::new(self.registers.clone(), 0, None);
         self.status = reg::ControllerStatus::default();
         if reg::ControllerConfig::from_bits(self.cc).enabled {
-            // The host did not wait for the end of the reset.
+            // The host has not waited for the end of the reset.
             self.enable();
         } else {
             self.cc = 0;
         }
     }
 
-    /// A fatal error: no command is processed before the next reset.
+    /// Sets a fatal error: no command is processed before the next reset.
     fn fail(&mut self) {
         self.status.fatal = true;
         self.stop();
@@ -404,7 +404,7 @@ impl Controller {
         self.requests.push_back(ControllerRequest::Queue(cqid, command));
     }
 
-    /// I/O completion queues that have an owner.
+    /// Number of I/O completion queues with an owner.
     fn cq_ids(&self) -> impl Iterator<Item = u16> {
         self.cqs.iter().enumerate().filter_map(|(qid, queue)| queue.as_ref().map(|_| qid as u16))
     }
@@ -421,7 +421,7 @@ impl Controller {
         }
     }
 
-    /// Completes the commands that wait for this.
+    /// Completes the commands that wait for this event.
     fn finish_pending(&mut self, what: PendingAdmin, result: u64) {
         while let Some(place) = self.pending.iter().position(|(_, pending)| *pending == what) {
             let (token, _) = self.pending.remove(place);
@@ -429,7 +429,7 @@ impl Controller {
         }
     }
 
-    /// One more owner uses the shadow doorbells of the first command that waits for that.
+    /// Counts one more owner for the first command that waits for shadow doorbells.
     fn doorbells_set(&mut self) {
         let waiting = self.pending.iter_mut().find_map(|(_, pending)| match pending {
             PendingAdmin::Doorbells(left) => Some(left),
@@ -462,14 +462,14 @@ impl Controller {
         self.keep_alive_until_ns = self.features.keep_alive_ns().map(|timeout| self.now_ns.saturating_add(timeout));
     }
 
-    /// A doorbell of a queue has a value that no honest host writes.
+    /// Handles an invalid doorbell value.
     fn doorbell_fault(&mut self, sqid: u16) {
         let status = NvmeStatus::INVALID_FIELD;
         self.logs.errors.push(ErrorEntry { sqid, cid: u16::MAX, status, location: u16::MAX, ..ErrorEntry::default() });
         self.events.push(ControllerEvent::InvalidDoorbellValue, self.features.async_events);
     }
 
-    /// Completes requests for events, as long as their completions have room.
+    /// Completes event requests, as long as the completion queue has room.
     fn tell_events(&mut self) {
         let is_faulted = self.admin.as_ref().is_some_and(|pair| pair.fault().is_some());
         if is_faulted && !self.is_admin_fault_told {

@@ -5,7 +5,7 @@ use crate::NvmeStatus;
 /// Bytes of a completion queue entry.
 pub const CQE_BYTES: usize = 16;
 
-/// A completion queue entry, as the two words of memory that it is.
+/// A completion queue entry as two words of memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Cqe(pub [u64; 2]);
 
@@ -17,37 +17,37 @@ impl Cqe {
         Cqe([result, sq_head as u64 | (sq_id as u64) << 16 | (cid as u64) << 32 | (status as u64) << 48])
     }
 
-    /// The command's own result.
+    /// Command-specific result.
     #[inline]
     pub const fn result(self) -> u64 {
         self.0[0]
     }
 
-    /// How far the controller has fetched from the submission queue.
+    /// Head of the submission queue, as reported by the controller.
     #[inline]
     pub const fn sq_head(self) -> u16 {
         self.0[1] as u16
     }
 
-    /// The submission queue of the command.
+    /// Identifier of the submission queue.
     #[inline]
     pub const fn sq_id(self) -> u16 {
         (self.0[1] >> 16) as u16
     }
 
-    /// The command.
+    /// Identifier of the command.
     #[inline]
     pub const fn cid(self) -> u16 {
         (self.0[1] >> 32) as u16
     }
 
-    /// The status, without the phase.
+    /// The status without the phase bit.
     #[inline]
     pub const fn status(self) -> NvmeStatus {
         NvmeStatus((self.0[1] >> 49) as u16)
     }
 
-    /// The phase, which says whether the entry is new.
+    /// The phase bit, by which a new entry is recognised.
     #[inline]
     pub const fn phase(self) -> bool {
         self.0[1] >> 48 & 1 == 1

@@ -1,16 +1,17 @@
-//! Doorbells: the register of each queue, and the shadow doorbells that avoid most writes to it.
+//! Doorbells: the registers of each queue, and the shadow doorbells that avoid most writes to them.
 //!
 //! With shadow doorbells (Doorbell Buffer Config) the host stores each new index in a page of memory. It writes the
-//! register only if the index passes the event index, which the controller stored before it went to sleep. Both sides
-//! need a full barrier between their store and their load: otherwise the host can miss the event index, the controller
-//! can miss the doorbell, and it sleeps without end. `tests/loom_doorbell.rs` checks [`announce`] and [`listen`].
+//! register only if the index passes the event index, which the controller has stored before it went to sleep. Both
+//! sides need a full barrier between their store and their load. Without it the host can miss the event index and the
+//! controller the doorbell, and the controller sleeps without end. `tests/loom_doorbell.rs` checks [`announce`] and
+//! [`listen`].
 
 use blkyard_mem::View;
 use blkyard_mem::sync::{Ordering, fence};
 
 use crate::registers::{cq_doorbell, sq_doorbell};
 
-/// A 32-bit word that both sides see.
+/// A 32-bit word shared by both sides.
 pub trait SharedWord {
     /// Reads it once.
     fn load(&self, order: Ordering) -> u32;
@@ -18,8 +19,8 @@ pub trait SharedWord {
     fn store(&self, value: u32, order: Ordering);
 }
 
-/// Host: stores a new index, `new`, in a shadow doorbell that held `old`. Returns whether the register must be written,
-/// too. A controller that sees the index sees all earlier writes.
+/// Host: stores a new index, `new`, in a shadow doorbell that held `old`. Returns whether the register must be written
+/// as well. A controller that sees the index also sees all earlier writes.
 #[inline]
 pub fn announce<W: SharedWord>(doorbell: &W, event: &W, old: u16, new: u16) -> bool {
     doorbell.store(u32::from(new), Ordering::Release);
@@ -27,8 +28,8 @@ pub fn announce<W: SharedWord>(doorbell: &W, event: &W, old: u16, new: u16) -> b
     passes_event(event.load(Ordering::Relaxed) as u16, new, old)
 }
 
-/// Controller: asks for a write of the register once the index moves on from `seen`, and returns the index now. Only if
-/// that is `seen` may it sleep.
+/// Controller: requests a write of the register once the index moves on from `seen`, and returns the present index. The
+/// controller may sleep only if it equals `seen`.
 #[inline]
 pub fn listen<W: SharedWord>(doorbell: &W, event: &W, seen: u16) -> u32 {
     event.store(u32::from(seen), Ordering::Relaxed);
@@ -36,8 +37,8 @@ pub fn listen<W: SharedWord>(doorbell: &W, event: &W, seen: u16) -> u32 {
     doorbell.load(Ordering::Acquire)
 }
 
-/// Whether an index that moves from `old` to `new` leaves `event` behind. Indexes go round at the size of a queue, and
-/// differences of them at 16 bits.
+/// Whether an index that moves from `old` to `new` passes `event`. Indexes wrap at the size of a queue, and their
+/// differences at 16 bits.
 #[inline]
 const fn passes_event(event: u16, new: u16, old: u16) -> bool {
     new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
@@ -70,12 +71,12 @@ pub struct Doorbells {
     stride: u8,
 }
 
-/// Shadow doorbells and event indexes, as Doorbell Buffer Config names them. The layout is that of the registers.
+/// Shadow doorbells and event indexes of Doorbell Buffer Config, with the layout of the registers.
 #[derive(Clone, Debug)]
 pub struct ShadowDoorbells {
-    /// Doorbells, which the host writes.
+    /// Doorbells, written by the host.
     pub doorbells: View,
-    /// Event indexes, which the controller writes.
+    /// Event indexes, written by the controller.
     pub events: View,
 }
 
@@ -89,7 +90,7 @@ impl Doorbells {
     /// The tail doorbell of a submission queue.
     ///
     /// # Panics
-    /// If the memory has no room for it: queues are created within it.
+    /// If the memory has no room for it; queues are only created within it.
     pub(crate) fn sq_tail(&self, qid: u16) -> Doorbell {
         self.at(qid, sq_doorbell(qid, self.stride))
     }
@@ -122,7 +123,7 @@ pub(crate) struct Doorbell {
 }
 
 impl Doorbell {
-    /// Host: moves the index from `old` to `new`. Says whether the register was written.
+    /// Host: moves the index from `old` to `new`. Returns whether the register was written.
     #[inline]
     pub(crate) fn ring(&self, old: u16, new: u16) -> bool {
         if let Some((doorbell, event)) = &self.shadow
@@ -134,15 +135,15 @@ impl Doorbell {
         true
     }
 
-    /// Controller: the index as the host last said.
+    /// Controller: the index last written by the host.
     #[inline]
     pub(crate) fn read(&self) -> u32 {
         let word = self.shadow.as_ref().map_or(&self.register, |(doorbell, _)| doorbell);
         word.load(Ordering::Acquire)
     }
 
-    /// Controller: asks for a write of the register once the index moves on from `seen`; without shadow doorbells each
-    /// move is one. Returns the index now.
+    /// Controller: requests a write of the register once the index moves on from `seen`. Without shadow doorbells each
+    /// move is a write. Returns the present index.
     #[inline]
     pub(crate) fn listen(&self, seen: u16) -> u32 {
         match &self.shadow {
@@ -151,7 +152,7 @@ impl Doorbell {
         }
     }
 
-    /// Host: zeroes shadow doorbell and event index, before the queue is created anew.
+    /// Host: zeroes shadow doorbell and event index before the queue is created again.
     pub(crate) fn clear_shadow(&self) {
         if let Some((doorbell, event)) = &self.shadow {
             doorbell.store(0, Ordering::Relaxed);
@@ -159,7 +160,7 @@ impl Doorbell {
         }
     }
 
-    /// Controller: begins to use the shadow doorbell of an existing queue with this index.
+    /// Controller: starts to use the shadow doorbell of an existing queue with this index.
     pub(crate) fn start_shadow(&self, index: u32) {
         if let Some((doorbell, event)) = &self.shadow {
             doorbell.store(index, Ordering::Release);
@@ -167,7 +168,7 @@ impl Doorbell {
         }
     }
 
-    /// Controller: zeroes the register, as the queue is created.
+    /// Controller: zeroes the register when the queue is created.
     pub(crate) fn clear_register(&self) {
         self.register.store(0, Ordering::Relaxed);
     }
@@ -178,7 +179,7 @@ mod tests {
     use super::*;
 
     /// The event is passed if and only if it is one of the indexes from the old one to the one before the new one,
-    /// counted round the queue.
+    /// counted modulo the queue size.
     #[test]
     fn an_event_is_passed_by_the_step_that_leaves_it() {
         for entries in [2_u16, 3, 8, 11] {

@@ -1,11 +1,11 @@
 //! Host side: the driver of an NVMe controller.
 //!
-//! [`HostController`] is a controller from its first register access to its end. [`ControllerTransport`] is its
-//! access: registers, memory, doorbells, interrupts. [`HostQueuePair`] is one pair of rings; the driver of an I/O
-//! queue, which stands on it, is in `io_queue.rs`. [`Enable`] and [`Disable`] are the register sequences.
+//! [`HostController`] controls a controller from its first register access to its end. [`ControllerTransport`] is the
+//! access to it: registers, memory, doorbells, interrupts. [`HostQueuePair`] is one pair of rings; the driver of an I/O
+//! queue on top of it is in `io_queue.rs`. [`Enable`] and [`Disable`] are the register sequences.
 //!
-//! Everything here is a state machine without I/O of its own and without a clock: time is an argument, and a machine
-//! that has to wait says until when ([`HostStep`]). ADR 39 says who owns what, and what proves a controller silent.
+//! All parts are state machines without I/O and without a clock: time is an argument, and a waiting machine returns its
+//! deadline ([`HostStep`]). ADR 39 states the ownership and the proofs of a silent controller.
 
 mod admin;
 mod bring_up;

@@ -1,11 +1,11 @@
 //! The driver of one I/O queue pair: requests become commands, completions become statuses.
 //!
-//! Owned by one thread, inside the queue core's driver. It reports writes of the doorbell register and wakes no thread;
-//! it knows no registers and no clock. A request's slot is the index of its tag. The data stays in its segments, and
-//! the owner of the queue provides the controller's bus address of it.
+//! Owned by one thread, within the queue core's driver. It reports writes of the doorbell register and wakes no thread;
+//! it knows neither registers nor clock. A request's slot is the index of its tag. The data stays in its segments; the
+//! owner of the queue translates it to the controller's bus addresses.
 //!
-//! The owner of the controller stops and resumes the queue ([`IoQueueCommand`]), and is told of late commands
-//! ([`LateCommand`]); it alone aborts and resets. A request whose command fails is sent again as its status allows.
+//! The owner of the controller stops and resumes the queue ([`IoQueueCommand`]), and receives late commands
+//! ([`LateCommand`]); only it aborts and resets. A request whose command fails is retried as its status allows.
 
 use blkyard_mem::Segment;
 use blkyard_mq::{Batch, BioFlags, Done, Op, Shortage, Status, Tag, TimedOut};
@@ -16,31 +16,31 @@ use crate::{
     control, io,
 };
 
-/// Command of the controller's owner to a queue. Each except `Start` and `Fail` is answered by an [`IoQueueReport`].
+/// Command of the controller's owner to a queue. All except `Start` and `Fail` are answered by an [`IoQueueReport`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IoQueueCommand {
-    /// Send nothing more. Requests wait.
+    /// Send no more commands; requests wait.
     Stop,
-    /// The same, and report when no command is in flight.
+    /// Like `Stop`, but report when no command is in flight.
     Drain,
-    /// The controller is silent: handle its completions, give up the rest, and empty the rings.
+    /// The controller is silent: handle its completions, cancel the rest, and empty the rings.
     Cancel,
-    /// The queue was created again: continue.
+    /// The queue was created again: resume.
     Start,
-    /// There is no controller: to fail all requests.
+    /// The controller is gone: fail all requests.
     Fail,
 }
 
 /// Report of a queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IoQueueReport {
-    /// It sends no more commands.
+    /// It has stopped sending commands.
     Stopped,
     /// No command is in flight, and the rings are empty.
     Cancelled,
 }
 
-/// A command that has exceeded its timeout, as seen by the owner of its queue.
+/// A command that has exceeded its timeout, as reported by its queue's owner.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LateCommand {
     /// Its queue.
@@ -49,9 +49,9 @@ pub struct LateCommand {
     pub slot: u16,
     /// Its identifier, for an Abort.
     pub cid: u16,
-    /// The sequence of the slot: it tells the command from a later one in the same slot.
+    /// Sequence of the slot; distinguishes the command from later ones in the same slot.
     pub sequence: u32,
-    /// How often the queue had been started.
+    /// Number of starts of the queue.
     pub starts: u32,
 }
 
@@ -68,17 +68,17 @@ pub struct IoQueue {
     qid: u16,
     pair: HostQueuePair,
     lists: ListPool,
-    /// By number of the namespace in the hardware queue.
+    /// Indexed by namespace number in the hardware queue.
     namespaces: Box<[NvmeNamespace]>,
-    /// The tags of requests in flight, by slot.
+    /// Tags of requests in flight, by slot.
     parked: Box<[Option<Tag>]>,
     retries: Retries,
     mode: QueueMode,
-    /// To report when no command is in flight.
+    /// Whether to report when no command is in flight.
     wants_drain: bool,
-    /// To give up commands in flight at the next poll.
+    /// Whether to cancel commands in flight at the next poll.
     wants_cancel: bool,
-    /// To fail waiting requests at the next poll.
+    /// Whether to fail waiting requests at the next poll.
     wants_fail: bool,
     report: Option<IoQueueReport>,
     late: Vec<LateCommand>,
@@ -86,7 +86,7 @@ pub struct IoQueue {
 }
 
 impl IoQueue {
-    /// A queue over an empty queue pair, with lists for its [depth](HostQueuePair::depth). It runs.
+    /// A running queue over an empty queue pair, with lists for its [depth](HostQueuePair::depth).
     pub fn new(pair: HostQueuePair, lists: ListPool, namespaces: Box<[NvmeNamespace]>, delays: RetryDelays) -> IoQueue {
         let depth = pair.depth();
         IoQueue {
@@ -111,12 +111,12 @@ impl IoQueue {
         self.qid
     }
 
-    /// Requests that may be in flight at one time: the queue core has as many tags, or fewer.
+    /// Maximum requests in flight; the queue core has at most this number of tags.
     pub fn depth(&self) -> u16 {
         self.pair.depth()
     }
 
-    /// Takes requests from the batch and announces their commands at once. `translate` returns the controller's bus
+    /// Submits requests of the batch and announces their commands together. `translate` returns the controller's bus
     /// address of a segment, or `None` if it cannot reach it. Returns whether the doorbell register was written.
     #[inline]
     pub fn queue(&mut self, batch: &mut Batch<'_>, translate: impl Fn(Segment) -> Option<u64> + Copy) -> bool {
@@ -128,12 +128,12 @@ impl IoQueue {
             let slot = tag.index() as u16;
             let (op, sector, sectors, flags) = (request.op(), request.sector(), request.sectors(), request.flags());
             let bytes = request.bytes();
-            // A hardware queue has no namespace that its driver does not know.
+            // The hardware queue has only namespaces that its driver knows.
             let namespace = self.namespaces[usize::from(request.namespace())];
             let NvmeNamespace { nsid, sector_shift, sgl_threshold } = namespace;
             let (slba, blocks) = (sector >> sector_shift, sectors >> sector_shift);
             let fua = if flags.contains(BioFlags::FUA) { control::FUA } else { 0 };
-            // A segment that is not reached ends the walk, and the rest does not add up.
+            // An unmapped segment ends the iteration, so the lengths do not add up.
             let run = |segment: Segment| translate(segment).map(|addr| DmaSegment { addr, len: segment.len.into() });
             let made = match op {
                 Op::Read | Op::Write => {
@@ -180,7 +180,7 @@ impl IoQueue {
         self.pair.announce()
     }
 
-    /// Requests come while the queue is stopped or its controller gone for good.
+    /// Handles requests that arrive while the queue is stopped or its controller gone.
     #[cold]
     fn refuse(&mut self, batch: &mut Batch<'_>) {
         if self.mode == QueueMode::Stopped {
@@ -193,7 +193,7 @@ impl IoQueue {
         }
     }
 
-    /// Returns completions. The result says whether the doorbell register was written.
+    /// Handles completions. Returns whether the doorbell register was written.
     #[inline]
     pub fn poll(&mut self, done: &mut Done<'_>, now_ns: u64) -> bool {
         self.retries.requeue_due(done, now_ns);
@@ -204,7 +204,7 @@ impl IoQueue {
         is_rung
     }
 
-    /// Whether it must be polled although no command may be in flight: a command of the owner is pending.
+    /// Whether it must be polled without a command in flight, since a command of the owner is pending.
     #[inline]
     pub fn wants_poll(&self) -> bool {
         self.wants_cancel || self.wants_fail
@@ -215,7 +215,7 @@ impl IoQueue {
         let IoQueue { pair, lists, parked, retries, .. } = self;
         pair.poll(|completed| {
             lists.release(completed.slot);
-            // The queue pair returns only pushed commands.
+            // The queue pair returns only commands that were pushed.
             let Some(tag) = parked[usize::from(completed.slot)].take() else { return };
             if completed.status.is_success() && retries.is_empty() {
                 done.complete(tag, Status::Ok);
@@ -231,14 +231,14 @@ impl IoQueue {
         self.wants_poll() || self.pair.is_pending()
     }
 
-    /// Latest time of the next poll, without an event: a delay before a retry ends.
+    /// Latest time of the next poll without an event: the end of a retry delay.
     #[inline]
     pub fn deadline_ns(&self) -> Option<u64> {
         self.retries.deadline_ns()
     }
 
-    /// The request of this slot has exceeded its timeout, and is not among the completions. The owner of the controller
-    /// is [told](IoQueue::take_late); until it has proven the controller silent the request stays.
+    /// The request of this slot has exceeded its timeout without a completion. The owner of the controller
+    /// [takes](IoQueue::take_late) it; until the controller is proven silent, the request stays in flight.
     pub fn timed_out(&mut self, slot: u16) -> TimedOut {
         if let (QueueMode::Running, Some(cid), Some(sequence)) =
             (self.mode, self.pair.cid(slot), self.pair.sequence(slot))
@@ -254,7 +254,7 @@ impl IoQueue {
         self.late.drain(..)
     }
 
-    /// Takes a command of the controller's owner. Parts that need the queue core are done at the next poll.
+    /// Executes a command of the controller's owner. Parts that need the queue core follow at the next poll.
     pub fn command(&mut self, command: IoQueueCommand) {
         match command {
             IoQueueCommand::Stop => self.stopped(),
@@ -269,7 +269,7 @@ impl IoQueue {
         }
     }
 
-    /// Report since the last call.
+    /// Takes the report since the last call.
     pub fn take_report(&mut self) -> Option<IoQueueReport> {
         self.report.take()
     }
@@ -279,7 +279,7 @@ impl IoQueue {
         self.report = Some(IoQueueReport::Stopped);
     }
 
-    /// Executes the pending command. Completions were handled just before.
+    /// Executes the pending command, after completions were handled.
     #[cold]
     fn carry_out(&mut self, done: &mut Done<'_>, now_ns: u64) {
         if self.wants_drain && self.pair.in_flight() == 0 {
@@ -301,7 +301,7 @@ impl IoQueue {
         }
     }
 
-    /// The queue pair, for its own queries.
+    /// The queue pair, for read access.
     pub fn pair(&self) -> &HostQueuePair {
         &self.pair
     }

@@ -1,17 +1,17 @@
 //! NVMe over shared memory, host side and controller side.
 //!
-//! Formats: [registers], submission and completion queue entries ([`Sqe`], [`Cqe`]), [`NvmeStatus`] and the
+//! Formats: [registers], submission and completion queue entries ([`Sqe`], [`Cqe`]), [`NvmeStatus`] and the fields of
 //! identify data that a block driver uses.
 //!
 //! Data pointers: the host writes PRP lists and SGLs ([`ListPool`]), the controller walks them ([`DataWalker`]). Both
-//! find the bytes of an address in a [`DmaMap`].
+//! translate addresses by a [`DmaMap`].
 //!
-//! Queue pairs: [`HostQueuePair`] and [`ControllerQueuePair`] over the same rings and [`Doorbells`]. On them stand the
-//! driver of an I/O queue ([`IoQueue`]) and the controller's parser of I/O commands ([`IoParser`]); [`NvmeLoopback`]
-//! puts both on one thread.
+//! Queue pairs: [`HostQueuePair`] and [`ControllerQueuePair`] over the same rings and [`Doorbells`]. On top of them are
+//! the driver of an I/O queue ([`IoQueue`]) and the controller's parser of I/O commands ([`IoParser`]);
+//! [`NvmeLoopback`] combines both on one thread.
 //!
-//! Control: [`HostController`] brings a controller up, watches it, resets it and gives it up, over a
-//! [`ControllerTransport`]. [`Controller`] is the other side: registers, admin commands, I/O queues.
+//! Control: [`HostController`] brings up, monitors, resets and removes a controller over a [`ControllerTransport`].
+//! [`Controller`] is the other side: registers, admin commands, I/O queues.
 //!
 //! This crate does no I/O, starts no thread, reads no clock and makes no system call.
 //!
@@ -59,5 +59,5 @@ pub use sqe::{DSM_RANGE_BYTES, DsmRange, Psdt, SQE_BYTES, Sqe, admin, cns, contr
 pub use status::NvmeStatus;
 pub use walk::DataWalker;
 
-/// Bytes of a controller's memory page: 4096, CC.MPS 0, for any page size of the host.
+/// Memory page size of a controller, bytes: 4096 (CC.MPS 0), for any page size of the host.
 const PAGE: u64 = 4096;

@@ -1,7 +1,7 @@
 //! Data pointers of commands, host side: PRP entries and lists, SGL descriptors, and the ranges of a deallocation.
 //!
 //! Lists are written into memory that is shared with the controller from the start ([`ListPool`]). Each slot of a queue
-//! has a small block of its own; longer lists take pages from a common stock. Nothing is allocated per I/O.
+//! has a small block; longer lists take pages from a shared pool. No memory is allocated per I/O.
 //!
 //! ```text
 //!  ┌────────┬────────┬─  ─┬─────────┬─────────┬─
@@ -15,9 +15,9 @@ use blkyard_mem::View;
 
 use crate::{DmaSegment, DsmRange, PAGE, Psdt};
 
-/// Longest transfer, bytes: what five list pages hold at any alignment, as in Linux's driver.
+/// Maximum transfer, bytes: the capacity of five list pages at any alignment, as in Linux's driver.
 pub const TRANSFER_BYTES_MAX: u64 = 8 << 20;
-/// Most SGL descriptors of a command: a page of them.
+/// Maximum SGL descriptors of a command: one page of them.
 pub const SGL_DESCRIPTORS_MAX: usize = PAGE as usize / SGL_BYTES;
 
 /// Bytes of a PRP entry.
@@ -28,7 +28,7 @@ const PAGE_PRPS: u64 = PAGE / PRP_BYTES as u64;
 pub(crate) const SGL_BYTES: usize = 16;
 /// Bytes of a small block. Aligned to its size, it never crosses a page.
 const BLOCK_BYTES: usize = 256;
-/// List pages of one command: 8 MiB that begin within a page have 2048 pointers, in pages of 511 and a link.
+/// Maximum list pages of one command: 8 MiB starting within a page have 2048 pointers, in pages of 511 and a link.
 const PAGES_MAX: usize = 5;
 
 /// Kinds of SGL descriptors, as in the last byte of one.
@@ -37,22 +37,22 @@ pub(crate) mod sgl {
     pub(crate) const SEGMENT: u8 = 0x20;
     pub(crate) const LAST_SEGMENT: u8 = 0x30;
 
-    /// A descriptor as the two words of memory that it is.
+    /// An SGL descriptor as two words of memory.
     pub(crate) const fn words(kind: u8, addr: u64, len: u32) -> [u64; 2] {
         [addr, len as u64 | (kind as u64) << 56]
     }
 }
 
-/// Why a command's data cannot be named.
+/// Reason why a command's data cannot be described by a list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ListError {
-    /// The pages for long lists are in use: something must come back first.
+    /// The pages for long lists are in use: a request must complete first.
     #[error("all list pages are in use")]
     NoPages,
-    /// The data does not begin at a dword.
+    /// The data is not aligned to a dword.
     #[error("data is not aligned to a dword")]
     Unaligned,
-    /// Two segments do not meet on page boundaries.
+    /// Two segments do not meet on a page boundary.
     #[error("segments do not meet on page boundaries")]
     Gap,
     /// More than [`TRANSFER_BYTES_MAX`].
@@ -61,12 +61,12 @@ pub enum ListError {
     /// More segments than [`SGL_DESCRIPTORS_MAX`].
     #[error("more segments than an SGL may have")]
     TooMany,
-    /// The segments do not add up to the length of the command, or there are none.
+    /// The lengths of the segments do not add up to that of the command, or there are no segments.
     #[error("segments do not add up to the length of the command")]
     Length,
 }
 
-/// Segments with those that continue each other joined.
+/// Iterator over segments that joins contiguous ones.
 #[derive(Clone, Debug)]
 struct JoinedSegments<I> {
     segments: I,
@@ -96,7 +96,7 @@ impl<I: Iterator<Item = DmaSegment>> Iterator for JoinedSegments<I> {
     }
 }
 
-/// The list pages that a slot holds.
+/// List pages held by a slot.
 #[derive(Clone, Copy, Debug, Default)]
 struct HeldPages {
     pages: [u16; PAGES_MAX],
@@ -108,7 +108,7 @@ struct HeldPages {
 pub struct ListPool {
     view: View,
     addr: u64,
-    /// Where the small blocks begin.
+    /// Offset of the small blocks.
     blocks_at: usize,
     free_pages: Vec<u16>,
     held: Box<[HeldPages]>,
@@ -120,12 +120,10 @@ impl ListPool {
         (usize::from(pages) * PAGE as usize + usize::from(slots) * BLOCK_BYTES).next_multiple_of(PAGE as usize)
     }
 
-    /// Lists in this memory, which the controller finds at `addr`. At least five pages are needed for the longest
-    /// transfer.
+    /// Lists in this memory, which the controller accesses at `addr`. The maximum transfer needs at least five pages.
     ///
     /// # Panics
-    /// If the memory is too short or not aligned to pages, or the pages do not suffice: the layout is of our own
-    /// making.
+    /// If the memory is too short or not page-aligned, or the pages do not suffice: the caller computes the layout.
     pub fn new(view: View, addr: u64, slots: u16, pages: u16) -> ListPool {
         assert!(
             view.len() >= ListPool::bytes(slots, pages) && addr.is_multiple_of(PAGE),
@@ -142,12 +140,12 @@ impl ListPool {
         }
     }
 
-    /// The data pointer of a command whose data is `bytes` in these segments. With an SGL threshold the controller
-    /// accepts SGLs: they are used where PRP entries cannot be, and, if the threshold is not zero, where the average
-    /// segment has at least so many bytes. Uses the slot's lists until [`ListPool::release`].
+    /// The data pointer of a command for `bytes` of data in these segments. A controller with an SGL threshold accepts
+    /// SGLs. They are used where PRP entries are impossible and, if the threshold is not zero, where the average
+    /// segment has at least that many bytes. Uses the slot's lists until [`ListPool::release`].
     ///
     /// # Errors
-    /// See [`ListError`]; the slot uses no list then.
+    /// See [`ListError`]; the slot holds no list then.
     #[inline]
     pub fn map(
         &mut self,
@@ -176,10 +174,10 @@ impl ListPool {
         }
     }
 
-    /// Two PRP entries for these segments, the second one that of a list if necessary.
+    /// Two PRP entries for these segments; the second may be the address of a list.
     ///
     /// # Errors
-    /// See [`ListError`]; the slot uses no list then.
+    /// See [`ListError`]; the slot holds no list then.
     #[inline]
     pub fn prp(
         &mut self,
@@ -210,7 +208,8 @@ impl ListPool {
         if bytes > TRANSFER_BYTES_MAX {
             return Err(ListError::TooLong);
         }
-        // Only the first run begins within a page and only the last one ends there, so this is their number.
+        // Only the first segment starts within a page and only the last one ends within one, so this is the number of
+        // pointers.
         let pointers = (first.addr % PAGE + bytes).div_ceil(PAGE) - 1;
         let mut list = self.begin_list(slot, pointers)?;
         let (mut left, mut second, mut total, mut run) = (pointers, 0, 0, first);
@@ -219,7 +218,7 @@ impl ListPool {
         loop {
             total += run.len;
             let end = run.addr.wrapping_add(run.len);
-            // Counted by length, for the last page of all has no next one.
+            // Counted by length, since the last page has no successor.
             let mut covered = at.wrapping_sub(run.addr);
             while covered < run.len {
                 if left == 0 {
@@ -247,10 +246,10 @@ impl ListPool {
         Ok([first.addr, if pointers > 1 { self.addr + list.start as u64 } else { second }])
     }
 
-    /// An SGL for these segments: one descriptor, or a list of them.
+    /// An SGL for these segments: a single descriptor, or a list of descriptors.
     ///
     /// # Errors
-    /// See [`ListError`]; the slot uses no list then.
+    /// See [`ListError`]; the slot holds no list then.
     pub fn sgl(
         &mut self,
         slot: u16,
@@ -283,7 +282,7 @@ impl ListPool {
         Ok(sgl::words(sgl::LAST_SEGMENT, self.addr + at as u64, (count * SGL_BYTES) as u32))
     }
 
-    /// Writes the ranges of a deallocation. Returns their number and the two PRP entries that name them.
+    /// Writes the ranges of a deallocation. Returns their number and the two PRP entries.
     ///
     /// # Errors
     /// [`ListError::NoPages`], or [`ListError::TooMany`] for more than 256.
@@ -300,7 +299,7 @@ impl ListPool {
         Ok((count as u16, [self.addr + at as u64, 0]))
     }
 
-    /// Frees the lists of a slot: its command has ended.
+    /// Frees the lists of a slot after the end of its command.
     #[inline]
     pub fn release(&mut self, slot: u16) {
         let held = &mut self.held[usize::from(slot)];
@@ -310,17 +309,17 @@ impl ListPool {
         }
     }
 
-    /// Free list pages.
+    /// Number of free list pages.
     pub fn free_pages(&self) -> usize {
         self.free_pages.len()
     }
 
-    /// The small block of a slot, as an offset.
+    /// Offset of a slot's small block.
     fn block(&self, slot: u16) -> usize {
         self.blocks_at + usize::from(slot) * BLOCK_BYTES
     }
 
-    /// Where `count` entries fit: in the slot's block or a page.
+    /// Room for `count` entries: the slot's block or a page.
     fn room(&mut self, slot: u16, count: usize, entry_bytes: usize) -> Result<usize, ListError> {
         if count * entry_bytes <= BLOCK_BYTES {
             return Ok(self.block(slot));
@@ -332,12 +331,12 @@ impl ListPool {
         Ok(self.page(slot, 0))
     }
 
-    /// Room for so many pointers.
+    /// Room for this number of pointers.
     fn begin_list(&mut self, slot: u16, pointers: u64) -> Result<PrpList, ListError> {
         let start = if pointers <= (BLOCK_BYTES / PRP_BYTES) as u64 {
             self.block(slot)
         } else {
-            // Each page but the last one has a link in its last entry.
+            // Each page except the last has a link in its last entry.
             let links = (pointers - 2) / (PAGE_PRPS - 1);
             self.take_pages(slot, links as usize + 1)?;
             self.page(slot, 0)
@@ -345,7 +344,7 @@ impl ListPool {
         Ok(PrpList { start, at: start, page: 0 })
     }
 
-    /// Writes the next pointer of a list, of which `left` are to come with it.
+    /// Writes the next pointer of a list; `left` pointers remain, including this one.
     #[inline]
     fn put_pointer(&self, slot: u16, list: &mut PrpList, pointer: u64, left: u64) {
         let is_last_entry = list.at % PAGE as usize == PAGE as usize - PRP_BYTES;
@@ -372,21 +371,21 @@ impl ListPool {
         Ok(())
     }
 
-    /// A page that a slot holds, as an offset.
+    /// Offset of a page held by a slot.
     fn page(&self, slot: u16, number: usize) -> usize {
         usize::from(self.held[usize::from(slot)].pages[number]) * PAGE as usize
     }
 }
 
-/// A PRP list being written. Offsets are those of the pool.
+/// A PRP list being written. Offsets are relative to the pool.
 struct PrpList {
     start: usize,
     at: usize,
-    /// Which of the slot's pages.
+    /// Index of the page among the slot's pages.
     page: usize,
 }
 
-/// First address of the page behind this one.
+/// First address after this page.
 #[inline]
 const fn next_page(addr: u64) -> u64 {
     (addr | (PAGE - 1)).wrapping_add(1)

@@ -1,5 +1,5 @@
-//! Host and controller on one thread, over one queue pair in memory: a queue of requests on one side, a server of bios
-//! on the other. For tests, benchmarks and studies.
+//! Host and controller on one thread over one queue pair in memory: a queue of requests on one side, an executor of
+//! bios on the other. For tests, benchmarks and studies.
 //!
 //! The controller runs when the driver is polled, and completes each command at once.
 
@@ -18,8 +18,8 @@ use crate::{
 /// Identifiers of the one queue pair and the one namespace.
 const QID: u16 = 1;
 const NSID: u32 = 1;
-/// Where the controller finds the memory of the queue, and from where on the regions of the requests, each at a
-/// multiple of [`REGION_SPACE`].
+/// Controller address of the queue's memory, and first controller address of the requests' regions, at multiples of
+/// [`REGION_SPACE`].
 const QUEUE_ADDR: u64 = 1 << 32;
 const REGION_SPACE: u64 = 1 << 40;
 
@@ -38,22 +38,22 @@ pub struct NvmeLoopbackConfig {
     pub has_shadow: bool,
 }
 
-/// A driver, and the controller it drives. As a [`Driver`] it is one queue of the namespace. Memory of a request that
-/// lies in the last part of a region, less than a page, is not reached.
+/// A driver and its controller. As a [`Driver`] it is one queue of the namespace. The partial page at the end of a
+/// region is not mapped for the controller.
 #[derive(Debug)]
 pub struct NvmeLoopback<S> {
     /// The host's half.
     pub host: IoQueue,
     /// The controller's half.
     pub controller: LoopbackController<S>,
-    /// The namespace as the host sees it.
+    /// The namespace, from the host's view.
     pub info: DeviceInfo,
 }
 
 /// The controller's half of an [`NvmeLoopback`].
 #[derive(Debug)]
 pub struct LoopbackController<S> {
-    /// Whether it does anything at its turn.
+    /// Whether the controller executes commands.
     pub is_running: bool,
     pair: ControllerQueuePair,
     parser: IoParser,
@@ -65,10 +65,10 @@ pub struct LoopbackController<S> {
 }
 
 impl<S: FnMut(&Bio, &RegionTable) -> Status> NvmeLoopback<S> {
-    /// A queue whose controller serves bios by calling `serve`, which gets the table that their segments point into.
+    /// A queue whose controller executes bios by calling `serve` with the table that their segments point into.
     ///
     /// # Errors
-    /// The namespace cannot be used, or there is no memory.
+    /// The namespace cannot be used, or the system has no memory left.
     pub fn new(config: &NvmeLoopbackConfig, serve: S) -> io::Result<NvmeLoopback<S>> {
         let unusable = || io::Error::new(io::ErrorKind::InvalidInput, "the namespace cannot be used");
         let format = config.namespace.current_format().ok_or_else(unusable)?;
@@ -121,7 +121,7 @@ impl<S: FnMut(&Bio, &RegionTable) -> Status> NvmeLoopback<S> {
 }
 
 impl<S: FnMut(&Bio, &RegionTable) -> Status> LoopbackController<S> {
-    /// Fetches, executes and completes all there is.
+    /// Fetches, executes and completes all available commands.
     #[inline]
     pub fn turn(&mut self) {
         if !self.is_running {
@@ -140,7 +140,7 @@ impl<S: FnMut(&Bio, &RegionTable) -> Status> LoopbackController<S> {
                     NvmeStatus::from_status(status)
                 }
                 Ok(IoCommand::Nothing) => NvmeStatus::SUCCESS,
-                // It has no private memory to read into.
+                // The controller has no private memory to read into.
                 Ok(IoCommand::Compare | IoCommand::Verify) => NvmeStatus::INVALID_OPCODE.with_dnr(),
                 Err(status) => status,
             };
@@ -149,7 +149,7 @@ impl<S: FnMut(&Bio, &RegionTable) -> Status> LoopbackController<S> {
     }
 }
 
-/// The queue's memory and the regions of the table, which keep their numbers, as the controller sees them.
+/// The queue's memory and the regions of the table with their numbers, as mapped for the controller.
 fn bus(queue: &Arc<Region>, table: &RegionTable) -> io::Result<DmaMap> {
     let mut table = table.clone();
     let pages = |region: &Arc<Region>| region.len() as u64 / PAGE * PAGE;
@@ -169,7 +169,7 @@ impl<S: FnMut(&Bio, &RegionTable) -> Status, Cx: ?Sized> Driver<Cx> for NvmeLoop
     #[inline]
     fn queue_rqs(&mut self, _cx: &mut Cx, _memory: &RegionTable, batch: &mut Batch<'_>) {
         let map = &self.controller.map;
-        // The controller polls in its turn.
+        // The controller runs when the driver is polled.
         let _ = self.host.queue(batch, |segment| map.addr(segment));
     }
 

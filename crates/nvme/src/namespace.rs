@@ -1,16 +1,16 @@
-//! A namespace as the queue core sees it: identify data becomes a [`DeviceInfo`] with its limits.
+//! A namespace for the queue core: identify data becomes a [`DeviceInfo`] with limits.
 //!
-//! Host side. A controller's data is checked: a namespace that the queue core cannot use is ignored.
+//! Host side. Untrusted data of the controller is checked: a namespace that the queue core cannot use is ignored.
 
 use blkyard_mq::{DeviceInfo, QueueLimits, SECTOR_BYTES, SECTOR_SHIFT};
 
 use crate::{IdentifyController, IdentifyNamespace, NvmLimits, PAGE, SGL_DESCRIPTORS_MAX, Sqe, TRANSFER_BYTES_MAX};
 
-/// Time after which an I/O command is asked about, ns: 30 s, as in Linux.
+/// Timeout of an I/O command, ns: 30 s, as in Linux.
 const IO_TIMEOUT_NS: u64 = 30_000_000_000;
-/// Average segment from which on an SGL is preferred to PRP entries, bytes, as in Linux.
+/// Average segment above which an SGL is preferred to PRP entries, bytes, as in Linux.
 const SGL_THRESHOLD: u32 = 32 << 10;
-/// Longest discard, sectors: 512 GiB, so that sums of lengths fit 32 bits.
+/// Maximum discard, sectors: 512 GiB, so that sums of lengths fit 32 bits.
 const DISCARD_SECTORS_MAX: u32 = 1 << 30;
 
 /// Properties of a namespace for the driver of a queue.
@@ -20,14 +20,14 @@ pub struct NvmeNamespace {
     pub nsid: u32,
     /// Sectors of 512 bytes in a logical block, as a power of two.
     pub sector_shift: u8,
-    /// Average segment from which an SGL is preferred; `None` if the controller accepts none.
+    /// Average segment above which an SGL is preferred, bytes; `None` if the controller accepts none.
     pub sgl_threshold: Option<u32>,
 }
 
 impl NvmeNamespace {
-    /// A namespace of a controller whose smallest page is 4096 bytes, and its properties for the queue core.
+    /// A namespace of a controller with a minimum page of 4096 bytes, and its properties for the queue core.
     ///
-    /// `None` if it is not active, has metadata, or has blocks or a size that cannot be used.
+    /// `None` if it is inactive, has metadata, or has an unusable block size or size.
     pub fn new(
         nsid: u32,
         controller: &IdentifyController,
@@ -42,7 +42,7 @@ impl NvmeNamespace {
         let bytes_max = controller.transfer_bytes_max(0).unwrap_or(u64::MAX).min(TRANSFER_BYTES_MAX);
         let sectors_max = ((bytes_max / SECTOR_BYTES) as u32).min(sectors(u64::from(Sqe::BLOCKS_MAX)));
         let has_sgl = controller.has_sgl();
-        // A block more than the pages of a transfer: it may begin within one.
+        // One block more than the pages of a transfer, since it may start within a page.
         let prp_segments_max = (bytes_max / PAGE + 1) as u16;
         let boundary = u64::from(namespace.optimal_boundary);
         let has_dsm = controller.nvm_commands & 1 << 2 != 0;
@@ -87,8 +87,8 @@ impl NvmeNamespace {
     }
 }
 
-/// Longest discard. The queue core has one limit for all ranges together, so the shorter of both counts, and at least a
-/// block.
+/// Maximum discard. The queue core has one limit for all ranges together, so the smaller of both limits applies, but at
+/// least one block.
 fn discard_sectors(nvm: &NvmLimits, sector_shift: u8) -> u32 {
     let limits = [nvm.deallocate_blocks, u64::from(nvm.deallocate_range_blocks)];
     let blocks = limits.into_iter().filter(|blocks| *blocks > 0).min();
@@ -96,7 +96,7 @@ fn discard_sectors(nvm: &NvmLimits, sector_shift: u8) -> u32 {
     sectors.and_then(|sectors| u32::try_from(sectors).ok()).unwrap_or(u32::MAX).min(DISCARD_SECTORS_MAX)
 }
 
-/// The preferred write granularity, at most the unit that is written atomically in a power failure.
+/// Preferred write granularity, at most the unit that is atomic at power failure.
 fn physical_block(controller: &IdentifyController, namespace: &IdentifyNamespace, block: u32) -> u32 {
     let of_namespace = namespace.features & 1 << 1 != 0 && namespace.atomic_power_fail_blocks > 0;
     let atomic = match (namespace.atomic_offset, of_namespace) {
@@ -107,7 +107,7 @@ fn physical_block(controller: &IdentifyController, namespace: &IdentifyNamespace
     let has_sizes = namespace.features & 1 << 4 != 0;
     let preferred = if has_sizes { u64::from(namespace.write_granularity) + 1 } else { 1 };
     let blocks = preferred.min(atomic);
-    // The queue core wants a power of two.
+    // The queue core requires a power of two.
     u32::try_from((1 << blocks.ilog2()) * u64::from(block)).unwrap_or(block)
 }
 
@@ -195,7 +195,7 @@ mod tests {
             let format = LbaFormat { metadata_bytes, block_shift, performance: 0 };
             assert!(device(|_, namespace| namespace.set_lba_format(0, format)).is_none(), "{format:?}");
         }
-        // For any data of a controller, the result can be used.
+        // The result is usable for any data of a controller.
         for byte in [1, 0x7f, 0x80, 0xff] {
             let controller = IdentifyController::parse(&[byte; 4096]);
             let mut namespace = IdentifyNamespace::parse(&[byte; 4096]);

@@ -1,6 +1,6 @@
 //! Controller registers: offsets, fields, and the positions of doorbells.
 //!
-//! Values only. The owner of the mapping reads and writes them.
+//! Values only; the owner of the mapping accesses the registers.
 
 /// Controller capabilities, 64 bits.
 pub const CAP: usize = 0x00;
@@ -47,23 +47,23 @@ pub const fn cq_doorbell(qid: u16, stride: u8) -> usize {
 /// CAP, in fields.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Capabilities {
-    /// Most entries of an I/O queue (MQES + 1).
+    /// Maximum entries of an I/O queue (MQES + 1).
     pub queue_entries_max: u32,
     /// Whether queues must be physically contiguous (CQR).
     pub contiguous_queues: bool,
-    /// Arbitration mechanisms beside round robin (AMS).
+    /// Arbitration mechanisms besides round robin (AMS).
     pub arbitration: u8,
-    /// Longest time to become ready or idle, in 500 ms (TO).
+    /// Maximum time to become ready or idle, in units of 500 ms (TO).
     pub timeout_500ms: u8,
-    /// Distance of doorbells: 4 << this bytes (DSTRD).
+    /// Distance of doorbells: 4 << stride bytes (DSTRD).
     pub doorbell_stride: u8,
     /// Whether [`NSSR`] is supported (NSSRS).
     pub subsystem_reset: bool,
     /// Command sets (CSS): bit 0 NVM, bit 6 sets selected by CSI, bit 7 none.
     pub command_sets: u8,
-    /// Smallest memory page: 4096 << this (MPSMIN).
+    /// Minimum memory page: 4096 << value (MPSMIN).
     pub page_min: u8,
-    /// Largest memory page: 4096 << this (MPSMAX).
+    /// Maximum memory page: 4096 << value (MPSMAX).
     pub page_max: u8,
     /// Whether there is a controller memory buffer (CMBS).
     pub memory_buffer: bool,
@@ -72,7 +72,7 @@ pub struct Capabilities {
 }
 
 impl Capabilities {
-    /// From the register.
+    /// Decodes the register.
     pub const fn from_bits(bits: u64) -> Capabilities {
         Capabilities {
             queue_entries_max: (bits & 0xffff) as u32 + 1,
@@ -89,7 +89,7 @@ impl Capabilities {
         }
     }
 
-    /// As in the register. Values beyond the width of their field are cut.
+    /// Encodes the register. Values beyond the width of their field are truncated.
     pub const fn bits(self) -> u64 {
         (self.queue_entries_max.saturating_sub(1) & 0xffff) as u64
             | (self.contiguous_queues as u64) << 16
@@ -108,11 +108,11 @@ impl Capabilities {
 /// CC, in fields.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ControllerConfig {
-    /// Whether the controller is to process commands (EN).
+    /// Whether the controller processes commands (EN).
     pub enabled: bool,
     /// Command set (CSS): 0 NVM, 6 all supported sets by CSI, 7 admin only.
     pub command_set: u8,
-    /// Memory page: 4096 << this (MPS).
+    /// Memory page: 4096 << value (MPS).
     pub page: u8,
     /// Arbitration mechanism (AMS): 0 round robin.
     pub arbitration: u8,
@@ -122,12 +122,12 @@ pub struct ControllerConfig {
     pub sq_entry_shift: u8,
     /// Size of a CQE as a power of two (IOCQES): 4.
     pub cq_entry_shift: u8,
-    /// Whether ready means independent of media (CRIME).
+    /// Whether the controller becomes ready independent of media (CRIME).
     pub ready_independent: bool,
 }
 
 impl ControllerConfig {
-    /// From the register.
+    /// Decodes the register.
     pub const fn from_bits(bits: u32) -> ControllerConfig {
         ControllerConfig {
             enabled: bits & 1 == 1,
@@ -141,7 +141,7 @@ impl ControllerConfig {
         }
     }
 
-    /// As in the register. Values beyond the width of their field are cut.
+    /// Encodes the register. Values beyond the width of their field are truncated.
     pub const fn bits(self) -> u32 {
         self.enabled as u32
             | (self.command_set as u32 & 7) << 4
@@ -170,7 +170,7 @@ pub struct ControllerStatus {
 }
 
 impl ControllerStatus {
-    /// From the register, which reads all ones once the device is gone: then there is no status.
+    /// Decodes the register; unset for all ones, which is read once the device is gone.
     pub const fn from_bits(bits: u32) -> Option<ControllerStatus> {
         if bits == u32::MAX {
             return None;
@@ -184,7 +184,7 @@ impl ControllerStatus {
         })
     }
 
-    /// As in the register.
+    /// Encodes the register.
     pub const fn bits(self) -> u32 {
         self.ready as u32
             | (self.fatal as u32) << 1
@@ -199,7 +199,7 @@ pub const SHUTDOWN_RUNNING: u8 = 1;
 /// CSTS.SHST: a shutdown is complete.
 pub const SHUTDOWN_COMPLETE: u8 = 2;
 
-/// AQA for admin queues of so many entries, 1 to 4096 each.
+/// AQA for admin queues of these sizes, 1 to 4096 entries each.
 pub const fn admin_queue_attributes(sq_entries: u16, cq_entries: u16) -> u32 {
     (sq_entries.saturating_sub(1) as u32 & 0xfff) | (cq_entries.saturating_sub(1) as u32 & 0xfff) << 16
 }

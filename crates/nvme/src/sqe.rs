@@ -117,7 +117,7 @@ pub mod control {
     pub const LIMITED_RETRY: u16 = 1 << 15;
 }
 
-/// How a command names its data.
+/// Kind of a command's data pointer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Psdt {
     /// Two PRP entries.
@@ -128,7 +128,7 @@ pub enum Psdt {
     SglMetadata,
 }
 
-/// A range of a Dataset Management command, as the two words of memory that it is.
+/// A range of a Dataset Management command as two words of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DsmRange {
     /// First logical block.
@@ -138,25 +138,25 @@ pub struct DsmRange {
 }
 
 impl DsmRange {
-    /// From memory. Context attributes are hints, and not kept.
+    /// From memory. Context attributes are hints and dropped.
     pub const fn from_words(words: [u64; 2]) -> DsmRange {
         DsmRange { slba: words[1], blocks: (words[0] >> 32) as u32 }
     }
 
-    /// As in memory, without context attributes.
+    /// In memory format, without context attributes.
     pub const fn words(self) -> [u64; 2] {
         [(self.blocks as u64) << 32, self.slba]
     }
 }
 
-/// A submission queue entry, as eight words of memory. Zero where unset.
+/// A submission queue entry as eight words of memory. Unset fields are zero.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Sqe(pub [u64; 8]);
 
 impl Sqe {
-    /// Most logical blocks of a command with a block count.
+    /// Maximum logical blocks of a command with a block count.
     pub const BLOCKS_MAX: u32 = 1 << 16;
-    /// Most ranges of a Dataset Management command.
+    /// Maximum ranges of a Dataset Management command.
     pub const RANGES_MAX: u16 = 256;
 
     /// A command for a namespace.
@@ -174,21 +174,21 @@ impl Sqe {
         sqe
     }
 
-    /// Dataset Management: deallocates 1 to [`Sqe::RANGES_MAX`] ranges, which are its data.
+    /// Dataset Management: deallocates 1 to [`Sqe::RANGES_MAX`] ranges, listed in its data.
     pub const fn deallocate(nsid: u32, ranges: u16) -> Sqe {
         let mut sqe = Sqe::new(io::DSM, nsid);
         sqe.0[5] = (ranges.wrapping_sub(1) & 0xff) as u64 | 1 << (32 + 2);
         sqe
     }
 
-    /// Identify. `id` is the controller for data of one, `csi` the command set.
+    /// Identify. `id` is the controller for controller data, `csi` the command set.
     pub const fn identify(cns: u8, nsid: u32, id: u16, csi: u8) -> Sqe {
         let mut sqe = Sqe::new(admin::IDENTIFY, nsid);
         sqe.0[5] = cns as u64 | (id as u64) << 16 | (csi as u64) << 56;
         sqe
     }
 
-    /// Create I/O Completion Queue, physically contiguous at `addr`, with an interrupt if there is a vector.
+    /// Create I/O Completion Queue, physically contiguous at `addr`, with an interrupt if `vector` is set.
     pub const fn create_cq(qid: u16, entries: u32, addr: u64, vector: Option<u16>) -> Sqe {
         let mut sqe = Sqe::new(admin::CREATE_CQ, 0);
         let (flags, vector) = match vector {
@@ -212,7 +212,7 @@ impl Sqe {
         qid as u64 | ((entries.wrapping_sub(1) & 0xffff) as u64) << 16
     }
 
-    /// Delete I/O Submission Queue or Completion Queue, by opcode.
+    /// Delete I/O Submission Queue or Completion Queue, depending on the opcode.
     pub const fn delete_queue(opcode: u8, qid: u16) -> Sqe {
         let mut sqe = Sqe::new(opcode, 0);
         sqe.0[5] = qid as u64;
@@ -226,14 +226,14 @@ impl Sqe {
         sqe
     }
 
-    /// Set Features or Get Features, by opcode, without data.
+    /// Set Features or Get Features, depending on the opcode, without data.
     pub const fn feature(opcode: u8, fid: u8, dword11: u32) -> Sqe {
         let mut sqe = Sqe::new(opcode, 0);
         sqe.0[5] = fid as u64 | (dword11 as u64) << 32;
         sqe
     }
 
-    /// Get Log Page: `dwords` (at least one) from `offset` bytes on.
+    /// Get Log Page: `dwords` (at least one) from byte `offset` on.
     pub const fn get_log_page(lid: u8, nsid: u32, lsp: u8, dwords: u32, offset: u64) -> Sqe {
         let mut sqe = Sqe::new(admin::GET_LOG_PAGE, nsid);
         let count = dwords.wrapping_sub(1) as u64;
@@ -242,7 +242,7 @@ impl Sqe {
         sqe
     }
 
-    /// Doorbell Buffer Config: shadow doorbells and event indexes, a page each.
+    /// Doorbell Buffer Config: one page each for shadow doorbells and event indexes.
     pub const fn doorbell_buffer(doorbells: u64, events: u64) -> Sqe {
         let mut sqe = Sqe::new(admin::DOORBELL_BUFFER, 0);
         sqe.0[3] = doorbells;
@@ -250,7 +250,7 @@ impl Sqe {
         sqe
     }
 
-    /// The same with this identifier.
+    /// Sets the identifier.
     #[inline]
     #[must_use]
     pub const fn with_cid(mut self, cid: u16) -> Sqe {
@@ -258,7 +258,7 @@ impl Sqe {
         self
     }
 
-    /// The same with this data.
+    /// Sets the data pointer.
     #[inline]
     #[must_use]
     pub const fn with_data(mut self, psdt: Psdt, pointer: [u64; 2]) -> Sqe {
@@ -273,7 +273,7 @@ impl Sqe {
         self
     }
 
-    /// The same with this metadata pointer.
+    /// Sets the metadata pointer.
     #[must_use]
     pub const fn with_metadata(mut self, pointer: u64) -> Sqe {
         self.0[2] = pointer;
@@ -286,13 +286,13 @@ impl Sqe {
         self.0[0] as u8
     }
 
-    /// Bits 0 and 1 of the flags: whether it is half of a fused operation.
+    /// Bits 0 and 1 of the flags: fused operation.
     #[inline]
     pub const fn fused(&self) -> u8 {
         (self.0[0] >> 8 & 3) as u8
     }
 
-    /// Kind of its data pointer; `None` for the reserved value.
+    /// Kind of the data pointer; `None` for the reserved value.
     #[inline]
     pub const fn psdt(&self) -> Option<Psdt> {
         match self.0[0] >> 14 & 3 {
@@ -379,7 +379,7 @@ mod tests {
         bytes
     }
 
-    /// A command as (offset, bytes) of all that is not zero.
+    /// The nonzero bytes of a command as (offset, bytes).
     fn expect(name: &str, sqe: Sqe, parts: &[(usize, &[u8])]) {
         let mut want = [0; SQE_BYTES];
         for (at, part) in parts {
