@@ -1,9 +1,9 @@
 //! The admin queue, host side: commands with a purpose, a page of data each, and a deadline each.
 //!
-//! The ring has 32 entries, one of which always stays free. Slots 0 to 29 are for commands. Slot 31 is for the one
+//! The ring has 32 entries, one of which always stays free. Slots 0 to 29 are for commands; slot 31 is for the
 //! Asynchronous Event Request, which has no deadline. Each command may use the data page of its slot.
 //!
-//! Owned by the controller's owner. Does not decide what a late command means, and resets nothing.
+//! Owned by the controller's owner, which decides about late commands and resets.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -17,32 +17,32 @@ use crate::{Doorbells, IDENTIFY_BYTES, NvmeStatus, PAGE, Psdt, ShadowDoorbells, 
 
 /// Entries of each admin ring.
 const ADMIN_ENTRIES: u16 = 32;
-/// Commands at one time.
+/// Maximum concurrent commands.
 pub(crate) const ADMIN_SLOTS: u16 = 30;
 /// Slot of the Asynchronous Event Request.
 const EVENT_SLOT: u16 = 31;
-/// Time for an admin command, ns: 60 s, as in Linux.
+/// Timeout of an admin command, ns: 60 s, as in Linux.
 pub(crate) const ADMIN_TIMEOUT_NS: u64 = 60_000_000_000;
 
 const PAGE_BYTES: usize = PAGE as usize;
-/// Pages of the block: two rings, two pages of shadow doorbells, a page of data for each slot.
+/// Pages of the block: two rings, two pages of shadow doorbells, one data page for each slot.
 const CQ_PAGE: usize = 1;
 const SHADOW_PAGE: usize = 2;
 const DATA_PAGE: usize = 4;
 const PAGES: usize = DATA_PAGE + ADMIN_SLOTS as usize;
 
-/// The data of an admin command: at most a page.
+/// Data of an admin command, at most a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AdminData<'a> {
-    /// Without.
+    /// No data.
     None,
-    /// From the controller.
+    /// From the controller to the host.
     Read,
-    /// To the controller; bytes beyond a page are cut off.
+    /// From the host to the controller; bytes beyond a page are cut off.
     Write(&'a [u8]),
 }
 
-/// A command that has ended, or was given up.
+/// A completed or cancelled command.
 #[derive(Debug)]
 pub(crate) struct AdminCompleted<P> {
     pub(crate) slot: u16,
@@ -66,7 +66,7 @@ pub(crate) struct AdminQueue<P> {
     addr: u64,
     registers: View,
     stride: u8,
-    /// The controller does not see `registers`: they are written for it.
+    /// Whether `registers` must be forwarded, since the controller does not share them.
     is_forwarded: bool,
     commands: Box<[Option<AdminCommand<P>>]>,
     free: Vec<u16>,
@@ -120,20 +120,20 @@ impl<P> AdminQueue<P> {
         }
     }
 
-    /// The rings, to enable the controller again.
+    /// The rings, for enabling the controller again.
     pub(crate) fn rings(&self) -> AdminRings {
         let cq_addr = self.addr + (CQ_PAGE * PAGE_BYTES) as u64;
         AdminRings { sq_addr: self.addr, cq_addr, entries: ADMIN_ENTRIES }
     }
 
-    /// Pages for shadow doorbells and event indexes, and their addresses.
+    /// Pages of shadow doorbells and event indexes, with their addresses.
     pub(crate) fn shadow(&self) -> (ShadowDoorbells, [u64; 2]) {
         let page = |number: usize| self.block.view((SHADOW_PAGE + number) * PAGE_BYTES, PAGE_BYTES);
         let addr = |number: usize| self.addr + ((SHADOW_PAGE + number) * PAGE_BYTES) as u64;
         (ShadowDoorbells { doorbells: page(0), events: page(1) }, [addr(0), addr(1)])
     }
 
-    /// Zeroes the pages for shadow doorbells, before the controller is told of them.
+    /// Zeroes the pages of shadow doorbells before the controller is told their addresses.
     pub(crate) fn clear_shadow(&self) {
         let view = self.block.view(SHADOW_PAGE * PAGE_BYTES, 2 * PAGE_BYTES);
         for at in (0..view.len()).step_by(8) {
@@ -141,7 +141,7 @@ impl<P> AdminQueue<P> {
         }
     }
 
-    /// Sends a command, with the data page of its slot if it has data. Gives the purpose back if all slots are in use.
+    /// Sends a command, with the data page of its slot if it has data. Returns the purpose if all slots are in use.
     pub(crate) fn submit(&mut self, sqe: Sqe, data: AdminData<'_>, purpose: P, deadline_ns: u64) -> Result<u16, P> {
         let Some(slot) = self.free.pop() else { return Err(purpose) };
         let sqe = match data {
@@ -158,19 +158,19 @@ impl<P> AdminQueue<P> {
         Ok(slot)
     }
 
-    /// Sends the Asynchronous Event Request, unless it is out.
+    /// Sends the Asynchronous Event Request, unless it is pending.
     pub(crate) fn arm_event(&mut self) {
         if self.pair.cid(EVENT_SLOT).is_none() {
             self.pair.push(EVENT_SLOT, Sqe::new(admin::ASYNC_EVENT, 0));
         }
     }
 
-    /// Announces sent commands to the controller. False if it is gone.
+    /// Announces sent commands to the controller. Returns false if it is gone.
     pub(crate) fn announce<T: ControllerTransport + ?Sized>(&mut self, transport: &mut T) -> bool {
         !self.pair.announce() || self.forward(transport, sq_doorbell(0, self.stride))
     }
 
-    /// Returns completions.
+    /// Handles completions.
     pub(crate) fn poll<T: ControllerTransport + ?Sized>(
         &mut self,
         transport: &mut T,
@@ -190,7 +190,7 @@ impl<P> AdminQueue<P> {
         }
     }
 
-    /// A copy of the data of a command that was just handed over.
+    /// A copy of the data of a command that has just ended.
     pub(crate) fn data(&self, slot: u16) -> Box<[u8; IDENTIFY_BYTES]> {
         let mut bytes = Box::new([0; IDENTIFY_BYTES]);
         if let Some(span) = self.page(slot).span(0, IDENTIFY_BYTES) {
@@ -199,7 +199,7 @@ impl<P> AdminQueue<P> {
         bytes
     }
 
-    /// The command that is due first.
+    /// Earliest deadline of a command.
     pub(crate) fn deadline_ns(&self) -> Option<u64> {
         self.commands.iter().flatten().map(|command| command.deadline_ns).min()
     }
@@ -209,7 +209,7 @@ impl<P> AdminQueue<P> {
         self.commands.iter().flatten().find(|command| command.deadline_ns <= now_ns).map(|command| &command.purpose)
     }
 
-    /// Gives up all commands, for the controller is silent, and empties the rings.
+    /// Cancels all commands of a silent controller, and empties the rings.
     pub(crate) fn cancel(&mut self) -> Vec<P> {
         let mut purposes = vec![];
         for slot in 0..ADMIN_SLOTS {

@@ -1,8 +1,8 @@
-//! The way up: from a controller in any state to a live one, command by command.
+//! Bring-up: from a controller in any state to a live one, command by command.
 //!
-//! Memory of the admin queue, registers, Identify Controller, limits, number of queues, shadow doorbells, I/O queues,
-//! events, keep-alive, namespaces. If the controller rejects an I/O queue, all are deleted and fewer are asked for, so
-//! that the split into kinds is made for the number there is.
+//! Order: memory of the admin queue, registers, Identify Controller, limits, number of queues, shadow doorbells, I/O
+//! queues, events, keep-alive, namespaces. If the controller rejects an I/O queue, all are deleted and fewer are
+//! requested, so that the split into kinds matches the final number.
 
 use blkyard_mem::View;
 use blkyard_mq::QueueCounts;
@@ -17,10 +17,10 @@ use crate::host::watch::KeepAlive;
 use crate::host::{ControllerState, ControllerTransport, Enable, HostController, HostEvent, NvmeHostError};
 use crate::{Doorbells, IdentifyController, NvmeStatus, PAGE, Sqe, admin, cns, feature};
 
-/// Notices that a host asks for, where the controller has them: namespace attributes changed. Errors need no asking.
+/// Notices to enable if supported: namespace attributes changed. Errors are always reported.
 const NOTICES: u32 = 1 << 8;
 
-/// A command of the way up.
+/// A command of the bring-up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SetupStep {
     Identify,
@@ -29,7 +29,7 @@ pub(crate) enum SetupStep {
     Shadow,
     CreateCq(u16),
     CreateSq(u16),
-    /// Queues from this one down are deleted, for there will be fewer.
+    /// Queues are deleted from this one down, and fewer are requested afterwards.
     DeleteSq(u16),
     DeleteCq(u16),
     Events,
@@ -56,7 +56,7 @@ impl SetupStep {
 }
 
 impl<T: ControllerTransport> HostController<T> {
-    /// Begins the way up.
+    /// Starts the bring-up.
     pub(crate) fn connect(&mut self, now_ns: u64) {
         self.is_mute = false;
         if let Some(admin) = &self.admin {
@@ -69,7 +69,7 @@ impl<T: ControllerTransport> HostController<T> {
         }
     }
 
-    /// Waits for the memory of the admin queue.
+    /// Waits for the memory of the admin queue to be mapped.
     pub(crate) fn step_map(&mut self, now_ns: u64) -> Result<Option<u64>, PhaseChanged> {
         let HostPhase::Map { memory, until_ns } = std::mem::replace(&mut self.phase, HostPhase::Idle) else {
             return Ok(None);
@@ -85,7 +85,7 @@ impl<T: ControllerTransport> HostController<T> {
         Err(PhaseChanged)
     }
 
-    /// The controller is enabled.
+    /// Continues after the controller is enabled.
     pub(crate) fn enabled(&mut self, now_ns: u64) {
         let HostPhase::Enable { enable, memory } = std::mem::replace(&mut self.phase, HostPhase::Idle) else { return };
         self.capabilities = enable.capabilities();
@@ -108,7 +108,7 @@ impl<T: ControllerTransport> HostController<T> {
         self.set_up(SetupStep::Identify, now_ns);
     }
 
-    /// Sends the command of a step; a step that does not apply is left out.
+    /// Sends the command of a step; steps that do not apply are skipped.
     pub(crate) fn set_up(&mut self, step: SetupStep, now_ns: u64) {
         self.phase = HostPhase::Setup(step);
         let command = match step {
@@ -157,10 +157,10 @@ impl<T: ControllerTransport> HostController<T> {
         }
     }
 
-    /// The answer to the command of a step.
+    /// Handles the completion of a step's command.
     pub(crate) fn setup_completed(&mut self, step: SetupStep, slot: u16, status: NvmeStatus, result: u64, now_ns: u64) {
         if !matches!(self.phase, HostPhase::Setup(current) if current == step) {
-            // The way up was left meanwhile.
+            // The bring-up was cancelled meanwhile.
             return;
         }
         let is_ok = status.is_success();
@@ -200,12 +200,12 @@ impl<T: ControllerTransport> HostController<T> {
                 }
             }
             SetupStep::CreateCq(qid) | SetupStep::CreateSq(qid) => {
-                // The controller accepts no more than the previous ones: these are requested next.
+                // The controller accepts no more than the previous queues, so these are requested next.
                 self.asked = qid - 1;
                 self.set_up(SetupStep::DeleteSq(qid), now_ns);
             }
             SetupStep::DeleteSq(_) | SetupStep::DeleteCq(_) => self.deleted(step, now_ns),
-            // Without events there is still a controller.
+            // Asynchronous events are optional.
             SetupStep::Events => self.set_up(SetupStep::KeepAlive, now_ns),
             SetupStep::KeepAlive => {
                 self.keep_alive = is_ok.then(|| {
@@ -218,13 +218,13 @@ impl<T: ControllerTransport> HostController<T> {
         }
     }
 
-    /// So many queues may be created.
+    /// Continues with this number of granted queues.
     fn plan(&mut self, queues: u16, now_ns: u64) {
         self.planned = split(queues, self.transport.vectors(), self.config.queues);
         self.set_up(SetupStep::Shadow, now_ns);
     }
 
-    /// The command for shadow doorbells, if the controller has them and they fit a page.
+    /// The command for shadow doorbells, if the controller supports them and they fit a page.
     fn shadow_command(&mut self) -> Option<Sqe> {
         let queues = self.planned.map_or(0, QueueCounts::total) + 1;
         let bytes = queues * (8 << self.capabilities.doorbell_stride);
@@ -235,13 +235,13 @@ impl<T: ControllerTransport> HostController<T> {
         Some(Sqe::doorbell_buffer(doorbells, events))
     }
 
-    /// It is known whether there are shadow doorbells.
+    /// Continues once the use of shadow doorbells is decided.
     fn doorbells_ready(&mut self, has_shadow: bool, now_ns: u64) {
         let (Some(registers), Some(admin)) = (&self.registers, &self.admin) else { return };
         let stride = self.capabilities.doorbell_stride;
         let shadow = has_shadow.then(|| admin.shadow().0);
         if self.queues.iter().any(IoQueueSlot::is_taken) && has_shadow != self.has_shadow {
-            // The owners of the queues continue as before.
+            // Existing owners continue with their queues.
             let status = NvmeStatus::INVALID_OPCODE;
             return self.end(NvmeHostError::Command { command: SetupStep::Shadow.name(), status }, now_ns);
         }
@@ -268,7 +268,8 @@ impl<T: ControllerTransport> HostController<T> {
         queue.create(&self.transport, vector, is_sq).ok_or(NvmeHostError::Memory)
     }
 
-    /// A half of a queue is deleted, or was not there: first the submission queues, downwards, then the others.
+    /// Handles the end of a queue's deletion: first the submission queues, in descending order, then the completion
+    /// queues.
     fn deleted(&mut self, step: SetupStep, now_ns: u64) {
         let highest = self.queues.len() as u16;
         let next = match step {
@@ -294,7 +295,7 @@ impl<T: ControllerTransport> HostController<T> {
         self.set_up(SetupStep::Events, now_ns);
     }
 
-    /// Sends the next command of a scan, or ends it.
+    /// Sends the next command of a scan, or ends the scan.
     pub(crate) fn go_on_scanning(&mut self, now_ns: u64) {
         let Some(scan) = &self.scan else { return };
         if let Some(step) = scan.step() {
@@ -303,7 +304,7 @@ impl<T: ControllerTransport> HostController<T> {
             if !is_sent && self.state == ControllerState::Connecting {
                 self.end(NvmeHostError::Timeout(SetupStep::Scan.name()), now_ns);
             } else if !is_sent {
-                // All slots are in use: later.
+                // All slots are in use: the command is sent later.
                 self.scan = None;
                 self.watch.wants_scan = true;
             }
@@ -327,7 +328,7 @@ impl<T: ControllerTransport> HostController<T> {
         self.go_on_scanning(now_ns);
     }
 
-    /// The way up is done.
+    /// Ends the bring-up.
     fn live(&mut self, now_ns: u64) {
         self.phase = HostPhase::Idle;
         if let Err(error) = self.start_queues() {

@@ -1,14 +1,13 @@
-//! Disables a controller, and proves that it is silent: that it will not touch the memory of its queues any more.
+//! Disables a controller and proves that it is silent: that it will not access the memory of its queues any more.
 //!
-//! It is silent when CSTS.RDY reads zero after CC.EN was cleared, after a reset of the whole device, or when it is
-//! gone and its transport knows that it cannot come back. Until then nothing that the controller knows of may be used
-//! again.
+//! It is silent when CSTS.RDY reads zero after CC.EN was cleared, after a reset of the whole device, or when it is gone
+//! and its transport knows that it cannot return. Until then, memory known to the controller must not be reused.
 
 use crate::host::enable::{capabilities, timeout_ns};
 use crate::host::{ControllerTransport, DeviceGone, HostStep, NvmeHostError};
 use crate::registers::{CC, ControllerConfig};
 
-/// Polling interval of a register that is to change, ns.
+/// Polling interval of a changing register, ns.
 const REGISTER_POLL_NS: u64 = 1_000_000;
 /// CC.SHN: normal shutdown.
 const SHUTDOWN_NORMAL: u8 = 1;
@@ -18,9 +17,9 @@ const SHUTDOWN_COMPLETE: u8 = 2;
 /// Proof that a controller is silent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Silence {
-    /// It is disabled.
+    /// CSTS.RDY is zero, or the device was reset.
     Disabled,
-    /// It is gone.
+    /// The controller is gone.
     Gone,
 }
 
@@ -36,20 +35,20 @@ enum DisableState {
 /// The disable sequence.
 #[derive(Debug)]
 pub struct Disable {
-    /// Time for an orderly shutdown before, ns.
+    /// Time limit of an orderly shutdown before, ns.
     shutdown_ns: Option<u64>,
     state: DisableState,
     was_reset: bool,
 }
 
 impl Disable {
-    /// A sequence that clears CC.EN, after an orderly shutdown for which the controller has this time, ns. A shutdown
-    /// that takes longer is cut short.
+    /// A sequence that clears CC.EN, after an orderly shutdown with this time limit, ns; a longer shutdown is cut
+    /// short.
     pub fn new(shutdown_ns: Option<u64>) -> Disable {
         Disable { shutdown_ns, state: DisableState::Start, was_reset: false }
     }
 
-    /// How it is known that the controller is silent, once it is.
+    /// The proof of silence, once there is one.
     pub fn silence(&self) -> Option<Silence> {
         match self.state {
             DisableState::Done(silence) => Some(silence),
@@ -57,18 +56,18 @@ impl Disable {
         }
     }
 
-    /// Whether the controller turned out to be gone.
+    /// Whether the controller was found to be gone.
     pub fn is_gone(&self) -> bool {
         self.silence() == Some(Silence::Gone)
     }
 
-    /// Whether the device had to be reset as a whole.
+    /// Whether the whole device had to be reset.
     pub fn was_reset(&self) -> bool {
         self.was_reset
     }
 
-    /// Goes on as far as it can. With a controller that is gone for certain the sequence is done. After a failure the
-    /// controller may still touch memory; the sequence begins again with the next call.
+    /// Executes all possible steps. The sequence is complete if the controller is gone for certain. After a failure the
+    /// controller may still access memory; the next call restarts the sequence.
     pub fn advance<T: ControllerTransport + ?Sized>(&mut self, transport: &mut T, now_ns: u64) -> HostStep {
         let gone = match self.steps(transport, now_ns) {
             Ok(step) => return step,
@@ -124,7 +123,7 @@ impl Disable {
                         return Ok(poll_at(now_ns, until_ns));
                     } else if !self.was_reset && transport.reset_function() {
                         self.was_reset = true;
-                        // Read again, so that a device that has not survived it is noticed.
+                        // Read again, to notice a device that is gone after the reset.
                         self.state = DisableState::Clear;
                     } else {
                         self.state = DisableState::Start;
@@ -137,7 +136,7 @@ impl Disable {
     }
 }
 
-/// The next read of a register, at the latest at the end of the wait.
+/// Time of the next register read, at the latest at the end of the wait.
 pub(crate) fn poll_at(now_ns: u64, until_ns: u64) -> HostStep {
     HostStep::Wait { deadline_ns: now_ns.saturating_add(REGISTER_POLL_NS).min(until_ns) }
 }

@@ -1,8 +1,7 @@
 //! Enables a controller: the register sequence from any state to CSTS.RDY = 1 with an admin queue.
 //!
-//! A controller that is found enabled is disabled first. Each wait has the time that the controller asks for (CAP.TO,
-//! CRTO.CRWMT). When a controller does not become idle or ready in time, the device is reset as a whole, once, and the
-//! sequence starts again.
+//! An enabled controller is disabled first. Each wait has the controller's time limit (CAP.TO, CRTO.CRWMT). If a
+//! controller does not become idle or ready in time, the whole device is reset once, and the sequence restarts.
 
 use crate::host::disable::{Disable, poll_at};
 use crate::host::{ControllerTransport, DeviceGone, HostStep, NvmeHostError};
@@ -11,14 +10,14 @@ use crate::registers::{
 };
 use crate::{PAGE, QueueRings};
 
-/// A unit of CAP.TO and CRTO, ns.
+/// Unit of CAP.TO and CRTO, ns.
 pub(crate) const TIMEOUT_UNIT_NS: u64 = 500_000_000;
 /// CAP.CSS: sets selected by CSI.
 const CSS_BY_CSI: u8 = 1 << 6;
 /// CAP.CSS: no I/O command set.
 const CSS_NONE: u8 = 1 << 7;
 
-/// The rings of the admin queue, as the controller sees them.
+/// The rings of the admin queue at their controller addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AdminRings {
     /// Address of the submission ring, page-aligned.
@@ -43,23 +42,23 @@ pub struct Enable {
     rings: AdminRings,
     state: EnableState,
     capabilities: Capabilities,
-    /// The one reset of the device is used up.
+    /// Whether the device was already reset once.
     was_reset: bool,
 }
 
 impl Enable {
-    /// A sequence that ends with this admin queue.
+    /// A sequence for this admin queue.
     pub fn new(rings: AdminRings) -> Enable {
         let state = EnableState::Disable(Disable::new(None));
         Enable { rings, state, capabilities: Capabilities::default(), was_reset: false }
     }
 
-    /// CAP as it was read last, after the command set was selected.
+    /// The last value of CAP, read after the command set was selected.
     pub fn capabilities(&self) -> Capabilities {
         self.capabilities
     }
 
-    /// Goes on as far as it can.
+    /// Executes all possible steps.
     pub fn advance<T: ControllerTransport + ?Sized>(&mut self, transport: &mut T, now_ns: u64) -> HostStep {
         loop {
             match &mut self.state {
@@ -97,7 +96,7 @@ impl Enable {
         }
     }
 
-    /// Sets up the disabled controller and enables it. Returns the time until which it has to be ready.
+    /// Sets up the disabled controller and enables it. Returns the deadline for becoming ready.
     fn start<T: ControllerTransport + ?Sized>(&mut self, transport: &mut T, now_ns: u64) -> Result<u64, NvmeHostError> {
         let cap = capabilities(transport)?;
         check(cap)?;
@@ -111,7 +110,7 @@ impl Enable {
             cq_entry_shift: 4,
             ..ControllerConfig::default()
         };
-        // Without EN first: some of CAP depends on the command set.
+        // Written without EN first: CAP depends on the command set.
         transport.write32(CC, config.bits())?;
         let cap = capabilities(transport)?;
         check(cap)?;
@@ -122,7 +121,7 @@ impl Enable {
     }
 }
 
-/// CAP, which no controller has as all ones.
+/// Reads CAP; all ones are invalid for any controller.
 pub(crate) fn capabilities<T: ControllerTransport + ?Sized>(transport: &mut T) -> Result<Capabilities, DeviceGone> {
     match transport.read64(CAP)? {
         u64::MAX => Err(DeviceGone),
@@ -135,8 +134,8 @@ pub(crate) fn timeout_ns(cap: Capabilities) -> u64 {
     (u64::from(cap.timeout_500ms) + 1) * TIMEOUT_UNIT_NS
 }
 
-/// Longest time to become ready: CRTO.CRWMT where there are ready modes, but never less than CAP.TO, which some
-/// controllers fill in while they leave the other at zero.
+/// Maximum time to become ready: CRTO.CRWMT if the controller has ready modes, but at least CAP.TO, since some
+/// controllers leave CRTO at zero.
 fn ready_timeout_ns<T: ControllerTransport + ?Sized>(cap: Capabilities, transport: &mut T) -> Result<u64, DeviceGone> {
     if cap.ready_modes & 1 == 0 {
         return Ok(timeout_ns(cap));
@@ -149,7 +148,7 @@ fn check(cap: Capabilities) -> Result<(), NvmeHostError> {
     if cap.page_min > 0 {
         return Err(NvmeHostError::PageSize(PAGE << cap.page_min));
     }
-    // Controllers before 1.1 leave the field at zero and mean NVM.
+    // Controllers before 1.1 set the field to zero for NVM.
     if cap.command_sets & CSS_NONE != 0 && cap.command_sets & (CSS_BY_CSI | 1) == 0 {
         return Err(NvmeHostError::NoCommandSet);
     }

@@ -1,4 +1,4 @@
-//! Why control of a controller failed, and the answer of a step machine.
+//! Errors of controller management, and the result of a state machine's step.
 
 use crate::{DeviceGone, NvmeStatus};
 
@@ -6,24 +6,24 @@ use crate::{DeviceGone, NvmeStatus};
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[must_use]
 pub enum HostStep {
-    /// To be called again at this time, or earlier if something has come.
+    /// Call again at this time, or earlier after an event.
     Wait {
         /// Time of the next call, ns.
         deadline_ns: u64,
     },
-    /// It is through.
+    /// The sequence is complete.
     Done,
-    /// It has given up.
+    /// The sequence has failed.
     Failed(NvmeHostError),
 }
 
-/// Why a controller cannot be used.
+/// Reason why a controller cannot be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NvmeHostError {
-    /// It does not answer.
+    /// The controller does not respond.
     #[error(transparent)]
     Gone(#[from] DeviceGone),
-    /// Its pages are larger than ours.
+    /// Its minimum page is larger than ours.
     #[error("NVMe controller: its smallest page is {0} bytes; only controllers with pages of 4096 bytes are supported")]
     PageSize(u64),
     /// It has no NVM command set.
@@ -52,10 +52,10 @@ pub enum NvmeHostError {
     /// A command needed for bring-up was not completed.
     #[error("NVMe controller: {0} was not completed in time; reset the device")]
     Timeout(&'static str),
-    /// The memory of the queues cannot be had or not be mapped.
+    /// The memory of the queues cannot be allocated or mapped.
     #[error("NVMe controller: memory for its queues cannot be mapped; check limits on shared and locked memory")]
     Memory,
-    /// It was removed by the user.
+    /// The user has removed it.
     #[error("NVMe controller: is being removed; open it again")]
     Removed,
 }

@@ -1,8 +1,8 @@
-//! A controller on its host's side: brought up, watched, reset, given up.
+//! A controller on its host's side: bring-up, monitoring, reset and removal.
 //!
-//! Owned by one thread, which calls [`HostController::advance`] when the admin queue's interrupt has come, when the
-//! returned time is reached and after each call of another method. The owners of I/O queues are other threads. They get
-//! commands by [`HostEvent::Queue`], and their reports are passed on.
+//! Owned by one thread, which calls [`HostController::advance`] after the admin queue's interrupt, at the returned time
+//! and after each call of another method. The owners of I/O queues are other threads. They receive commands by
+//! [`HostEvent::Queue`], and their reports are passed to this type.
 //!
 //! ```text
 //!   New ──▶ Connecting ──────────────▶ Live ──▶ Resetting ──┐
@@ -12,8 +12,9 @@
 //!   on failure or removal: Deleting, the same way down, then Dead or DeletingNoIo
 //! ```
 //!
-//! Memory that the controller may touch is not released before it is proven silent: until then queues are not told to
-//! cancel. A controller that cannot be proven silent keeps its requests, and is checked repeatedly.
+//! Memory that the controller may access is released only after the controller is proven silent; until then queues are
+//! not told to cancel. If silence cannot be proven, the requests stay in flight and the controller is checked
+//! periodically.
 
 use std::collections::VecDeque;
 
@@ -33,18 +34,18 @@ use crate::host::{
 use crate::registers::Capabilities;
 use crate::{Doorbells, IDENTIFY_BYTES, IdentifyController, IoQueue, IoQueueCommand, NvmeStatus, PAGE, Sqe};
 
-/// How a controller is used.
+/// Configuration of a controller.
 #[derive(Clone, Copy, Debug)]
 pub struct NvmeHostConfig {
-    /// I/O queues that are wanted.
+    /// Requested I/O queues.
     pub queues: QueueDemand,
-    /// Entries of their rings that are wanted, 2 to 4095.
+    /// Requested entries of their rings, 2 to 4095.
     pub ring_entries: u16,
     /// Pages for long lists of each queue, at least 5.
     pub list_pages: u16,
-    /// Whether shadow doorbells are used where the controller has them.
+    /// Whether to use shadow doorbells if the controller supports them.
     pub has_shadow: bool,
-    /// Keep-alive timeout, ms; 0 for none.
+    /// Keep-alive timeout, ms; 0 to disable it.
     pub keep_alive_ms: u32,
 }
 
@@ -54,7 +55,7 @@ impl Default for NvmeHostConfig {
             queues: QueueDemand { submitters: 1, write_queues: 0, poll_queues: 0 },
             // As in Linux (`io_queue_depth`).
             ring_entries: 1024,
-            // Sixteen requests of more than 128 KiB at one time, or three of 8 MiB.
+            // Sixteen concurrent requests of more than 128 KiB, or three of 8 MiB.
             list_pages: 16,
             has_shadow: true,
             keep_alive_ms: 0,
@@ -62,32 +63,31 @@ impl Default for NvmeHostConfig {
     }
 }
 
-/// An event for other parts.
+/// An event for the other owners.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum HostEvent {
-    /// The owner of this I/O queue gets this command.
+    /// Command for the owner of this I/O queue.
     Queue(u16, IoQueueCommand),
-    /// The controller is in use, for the first time or again. Queues that are new can be
-    /// [taken](HostController::take_queue).
+    /// The controller is live, for the first time or again. New queues can be [taken](HostController::take_queue).
     Live,
-    /// [Namespaces](HostController::namespaces) have come, gone or changed.
+    /// [Namespaces](HostController::namespaces) were added, removed or changed.
     NamespacesChanged,
-    /// A command of the user has ended.
+    /// An admin command of the user has ended.
     Completed {
-        /// The user's number for it.
+        /// The user's number of the command.
         user: u64,
         /// Its status.
         status: NvmeStatus,
         /// Its result.
         result: u64,
-        /// Its data, if it succeeded and reads some.
+        /// Its data, if it succeeded and reads data.
         data: Option<Box<[u8; IDENTIFY_BYTES]>>,
     },
     /// The controller is shut down until it is [resumed](HostController::resume).
     Suspended,
-    /// The controller has failed. Requests in flight fail once it is silent.
+    /// The controller has failed. Requests in flight fail once it is proven silent.
     Failed(NvmeHostError),
-    /// The controller is silent for good.
+    /// The controller is permanently silent.
     Over,
 }
 
@@ -117,12 +117,12 @@ impl AdminPurpose {
     }
 }
 
-/// Position of the controller on its way up or down.
+/// Phase of bring-up or teardown.
 #[derive(Debug)]
 pub(crate) enum HostPhase {
     /// No step is due.
     Idle,
-    /// Until the memory of the admin queue is mapped.
+    /// Waiting for the memory of the admin queue to be mapped.
     Map {
         memory: AdminMemory,
         until_ns: u64,
@@ -132,43 +132,43 @@ pub(crate) enum HostPhase {
         memory: Option<AdminMemory>,
     },
     Setup(SetupStep),
-    /// Until all I/O queues have stopped. Requests in flight may complete until then, within the time limit.
+    /// Waiting for all I/O queues to stop. Until then requests in flight may complete, within the time limit.
     Stop {
         until_ns: Option<u64>,
     },
     Delete(DeleteQueues),
     Disable(Disable),
-    /// Disabling has failed: again at this time.
+    /// Disabling has failed; retried at this time.
     Unproven(u64),
-    /// Until all I/O queues have cancelled their requests in flight.
+    /// Waiting for all I/O queues to cancel their requests in flight.
     Cancel,
 }
 
-/// A controller.
+/// A controller on its host's side.
 #[derive(Debug)]
 pub struct HostController<T> {
     pub(crate) transport: T,
     pub(crate) config: NvmeHostConfig,
     pub(crate) state: ControllerState,
     pub(crate) phase: HostPhase,
-    /// It is not to be enabled again after it was disabled.
+    /// Whether the controller stays disabled after the teardown.
     pub(crate) is_ending: bool,
-    /// It was removed, and did not fail.
+    /// Whether it was removed without a failure.
     pub(crate) is_removed: bool,
-    /// It is not to be enabled again before it is resumed.
+    /// Whether it stays disabled until it is resumed.
     pub(crate) wants_suspend: bool,
-    /// Its admin queue does not answer: it gets no more commands.
+    /// Whether its admin queue has stopped responding: it gets no more commands.
     pub(crate) is_mute: bool,
     pub(crate) error: Option<NvmeHostError>,
     pub(crate) admin: Option<AdminQueue<AdminPurpose>>,
-    /// Doorbells, or memory in their place.
+    /// Doorbell registers, or memory in their place.
     pub(crate) registers: Option<View>,
     pub(crate) doorbells: Option<Doorbells>,
     pub(crate) has_shadow: bool,
     pub(crate) capabilities: Capabilities,
     pub(crate) identify: IdentifyController,
     pub(crate) nvm_limits: NvmLimits,
-    /// Queues asked for and planned, while they are set up; and those that work.
+    /// Requested and planned queues during set-up; working queues.
     pub(crate) asked: u16,
     pub(crate) planned: Option<QueueCounts>,
     pub(crate) counts: Option<QueueCounts>,
@@ -182,7 +182,7 @@ pub struct HostController<T> {
 }
 
 impl<T: ControllerTransport> HostController<T> {
-    /// A controller that was not touched yet.
+    /// A controller that was not accessed yet.
     pub fn new(transport: T, config: NvmeHostConfig) -> HostController<T> {
         HostController {
             transport,
@@ -219,17 +219,17 @@ impl<T: ControllerTransport> HostController<T> {
         self.state
     }
 
-    /// Why it has failed, if it has.
+    /// Reason of its failure, if it has failed.
     pub fn error(&self) -> Option<NvmeHostError> {
         self.error
     }
 
-    /// Its identify data, once it was live.
+    /// Its identify data, once it has been live.
     pub fn identify(&self) -> &IdentifyController {
         &self.identify
     }
 
-    /// Number of working I/O queues, of each kind; `None` if the controller granted none.
+    /// Number of working I/O queues of each kind; `None` if the controller granted none.
     pub fn queue_counts(&self) -> Option<QueueCounts> {
         self.counts
     }
@@ -239,7 +239,7 @@ impl<T: ControllerTransport> HostController<T> {
         &self.namespaces
     }
 
-    /// The transport, for those that own it.
+    /// The transport, for its owners.
     pub fn transport(&mut self) -> &mut T {
         &mut self.transport
     }
@@ -249,7 +249,7 @@ impl<T: ControllerTransport> HostController<T> {
         self.events.pop_front()
     }
 
-    /// An I/O queue that was created and not taken yet, in the order of their identifiers.
+    /// A created I/O queue that was not taken yet, in the order of identifiers.
     pub fn take_queue(&mut self) -> Option<IoQueue> {
         if self.state != ControllerState::Live {
             return None;
@@ -257,15 +257,15 @@ impl<T: ControllerTransport> HostController<T> {
         self.queues.iter_mut().find_map(IoQueueSlot::hand_over)
     }
 
-    /// Brings a new controller up. Once is enough.
+    /// Brings a new controller up; to be called once.
     pub fn start(&mut self, now_ns: u64) {
         if self.state.change(ControllerState::Connecting) {
             self.connect(now_ns);
         }
     }
 
-    /// Resets a live controller: requests in flight are sent again afterwards. Returns whether a reset begins; a
-    /// running one is not restarted.
+    /// Resets a live controller; requests in flight are retried afterwards. Returns whether a reset starts; a running
+    /// reset is not restarted.
     pub fn reset(&mut self, now_ns: u64) -> bool {
         let begins = self.state == ControllerState::Live && self.state.change(ControllerState::Resetting);
         if begins {
@@ -274,8 +274,8 @@ impl<T: ControllerTransport> HostController<T> {
         begins
     }
 
-    /// Shuts a controller down, to be brought up again: requests wait meanwhile, without a limit. Requests in flight
-    /// have time to complete before. A controller that is not live yet is suspended when it is.
+    /// Shuts a controller down until [`HostController::resume`]. Requests in flight may complete first; later requests
+    /// wait without a limit. A controller that is not live yet is suspended once it is.
     pub fn suspend(&mut self, now_ns: u64) {
         self.wants_suspend = true;
         if self.state == ControllerState::Live && self.state.change(ControllerState::Resetting) {
@@ -283,7 +283,7 @@ impl<T: ControllerTransport> HostController<T> {
         }
     }
 
-    /// Brings a suspended controller up again. One that is still on its way down follows.
+    /// Brings a suspended controller up again, after the end of a running shutdown.
     pub fn resume(&mut self, now_ns: u64) {
         self.wants_suspend = false;
         if self.is_suspended() && self.state.change(ControllerState::Connecting) {
@@ -296,7 +296,7 @@ impl<T: ControllerTransport> HostController<T> {
         self.state == ControllerState::Resetting && matches!(self.phase, HostPhase::Idle)
     }
 
-    /// Removes the controller: it is shut down, and requests in flight fail.
+    /// Removes the controller: shuts it down and fails requests in flight.
     pub fn remove(&mut self, now_ns: u64) {
         self.is_removed = true;
         match self.state {
@@ -309,8 +309,8 @@ impl<T: ControllerTransport> HostController<T> {
         }
     }
 
-    /// Checks whether the controller is present and has not failed. For events of the transport, and before a late
-    /// command is judged.
+    /// Checks that the controller is present and has not failed. For events of the transport, and before a late command
+    /// is judged.
     pub fn check(&mut self, now_ns: u64) {
         if self.state.is_terminal() || self.state == ControllerState::New {
             return;
@@ -324,11 +324,11 @@ impl<T: ControllerTransport> HostController<T> {
         }
     }
 
-    /// Sends an admin command of the user, identified by a number. It ends as [`HostEvent::Completed`], also if the
+    /// Sends an admin command of the user, identified by a number. It ends with [`HostEvent::Completed`], also if the
     /// controller is reset meanwhile. A late command causes a reset.
     ///
     /// # Errors
-    /// All slots are in use, or the controller is not live: the number comes back.
+    /// All slots are in use, or the controller is not live: returns the number.
     pub fn submit_admin(
         &mut self,
         sqe: Sqe,
@@ -343,7 +343,7 @@ impl<T: ControllerTransport> HostController<T> {
         is_sent.then_some(()).ok_or(user)
     }
 
-    /// Goes on as far as it can. Returns when it must be called next, at the latest.
+    /// Executes all due steps. Returns the latest time of the next call.
     pub fn advance(&mut self, now_ns: u64) -> Option<u64> {
         loop {
             self.poll_admin(now_ns);
@@ -399,7 +399,7 @@ impl<T: ControllerTransport> HostController<T> {
             AdminPurpose::KeepAlive => {
                 self.reset(now_ns);
             }
-            // Reading it has cleared the event: the next one may come.
+            // Reading the log page has cleared the event: the next one may arrive.
             AdminPurpose::EventLog => self.watch.wants_event = true,
             AdminPurpose::User { user, is_read } => {
                 let admin = self.admin.as_ref().filter(|_| is_read && status.is_success());
@@ -409,13 +409,13 @@ impl<T: ControllerTransport> HostController<T> {
         }
     }
 
-    /// Handles admin commands that have exceeded their deadline.
+    /// Handles overdue admin commands.
     fn expire_admin(&mut self, now_ns: u64) {
         if self.is_mute {
             return;
         }
         let Some(purpose) = self.admin.as_ref().and_then(|admin| admin.late(now_ns)).copied() else { return };
-        // In any case the admin queue has no more completions before the controller was disabled.
+        // Until the controller is disabled, the admin queue returns no more completions in any case.
         self.is_mute = true;
         match self.state {
             ControllerState::Connecting => self.end(NvmeHostError::Timeout(purpose.name()), now_ns),
@@ -423,18 +423,18 @@ impl<T: ControllerTransport> HostController<T> {
                 self.check(now_ns);
                 self.reset(now_ns);
             }
-            // The way down does not wait for it.
+            // The teardown does not wait for this command.
             _ => {}
         }
     }
 
-    /// Sends an admin command, if there is a slot.
+    /// Sends an admin command, if a slot is free.
     pub(crate) fn submit(&mut self, sqe: Sqe, data: AdminData<'_>, purpose: AdminPurpose, deadline_ns: u64) -> bool {
         let Some(admin) = self.admin.as_mut().filter(|_| !self.is_mute) else { return false };
         admin.submit(sqe, data, purpose, deadline_ns).is_ok()
     }
 
-    /// One step of the current phase.
+    /// Executes one step of the present phase.
     fn step(&mut self, now_ns: u64) -> Result<Option<u64>, PhaseChanged> {
         match &mut self.phase {
             HostPhase::Idle | HostPhase::Setup(_) => Ok(None),
@@ -466,6 +466,6 @@ impl<T: ControllerTransport> HostController<T> {
     }
 }
 
-/// The phase has changed: there may be more to do.
+/// Changes the phase; another step may be due.
 #[derive(Debug)]
 pub(crate) struct PhaseChanged;

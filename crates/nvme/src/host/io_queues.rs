@@ -1,4 +1,4 @@
-//! The I/O queues of a controller, as the owner of the controller keeps them.
+//! The I/O queues of a controller on the side of the controller's owner.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -9,10 +9,10 @@ use crate::host::{ControllerTransport, HostController, HostEvent, HostPhase, Hos
 use crate::registers::{DOORBELLS, cq_doorbell, sq_doorbell};
 use crate::{Doorbells, IoQueue, IoQueueCommand, IoQueueReport, ListPool, RetryDelays, Sqe, admin};
 
-/// Latest command to the owner of an I/O queue, and its answer.
+/// Last command to the owner of an I/O queue, and its answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum QueueRun {
-    /// No command is in flight, and none is sent.
+    /// No command is in flight, and none will be sent.
     Drained,
     Running,
     Stopping,
@@ -20,7 +20,7 @@ pub(crate) enum QueueRun {
     Cancelling,
 }
 
-/// One I/O queue.
+/// State of one I/O queue.
 #[derive(Debug)]
 pub(crate) struct IoQueueSlot {
     pub(crate) qid: u16,
@@ -29,35 +29,35 @@ pub(crate) struct IoQueueSlot {
     pub(crate) has_sq: bool,
     /// Number of start commands to its owner.
     pub(crate) starts: u32,
-    /// By slot of the queue: the sequence of the command that an Abort was sent for.
+    /// By slot: sequence of the command that an Abort was sent for.
     pub(crate) aborted: Box<[Option<u32>]>,
     layout: IoQueueLayout,
-    /// Mapped for as long as the controller lives.
+    /// Memory of the queue, mapped until the controller is dropped.
     block: SharedBlock,
-    /// Made and not taken yet.
+    /// A new queue until it is taken.
     made: Option<Box<IoQueue>>,
     is_taken: bool,
 }
 
 impl IoQueueSlot {
-    /// Hands a new queue over to its owner. From then on it runs.
+    /// Hands a new queue over to its owner; it runs from then on.
     pub(crate) fn hand_over(&mut self) -> Option<IoQueue> {
         let queue = self.made.take()?;
         (self.is_taken, self.run) = (true, QueueRun::Running);
         Some(*queue)
     }
 
-    /// Whether it was created on the controller, in full.
+    /// Whether both halves were created on the controller.
     pub(crate) fn is_created(&self) -> bool {
         self.has_cq && self.has_sq
     }
 
-    /// Whether an owner has it.
+    /// Whether the queue was handed over to an owner.
     pub(crate) fn is_taken(&self) -> bool {
         self.is_taken
     }
 
-    /// The command that creates a half of it.
+    /// The command that creates one half of the queue.
     pub(crate) fn create<T: ControllerTransport>(
         &self,
         transport: &T,
@@ -73,7 +73,7 @@ impl IoQueueSlot {
         })
     }
 
-    /// The command that deletes a half of it.
+    /// The command that deletes one half of the queue.
     pub(crate) fn delete(&self, is_sq: bool) -> Sqe {
         Sqe::delete_queue(if is_sq { admin::DELETE_SQ } else { admin::DELETE_CQ }, self.qid)
     }
@@ -93,7 +93,7 @@ impl IoQueueSlot {
 }
 
 impl<T: ControllerTransport> HostController<T> {
-    /// Report of the owner of an I/O queue.
+    /// Handles a report of an I/O queue's owner.
     pub fn queue_report(&mut self, qid: u16, report: IoQueueReport) {
         let Some(queue) = self.queue_mut(qid) else { return };
         queue.run = match (queue.run, report) {
@@ -107,7 +107,7 @@ impl<T: ControllerTransport> HostController<T> {
         self.queues.get_mut(usize::from(qid).checked_sub(1)?)
     }
 
-    /// Allocates memory for an I/O queue, unless it has some.
+    /// Allocates memory for an I/O queue, if it has none.
     pub(crate) fn prepare_queue(&mut self, qid: u16, entries: u16) -> Result<(), NvmeHostError> {
         if let Some(queue) = self.queue_mut(qid) {
             // Its owner has rings of this size.
@@ -134,7 +134,7 @@ impl<T: ControllerTransport> HostController<T> {
         Ok(())
     }
 
-    /// The controller is live: its queues run, and others fail if it has none at all.
+    /// Starts the created queues of a live controller; fails the others if the controller has no queue at all.
     pub(crate) fn start_queues(&mut self) -> Result<(), NvmeHostError> {
         let Some(doorbells) = &self.doorbells else { return Ok(()) };
         let namespaces: Vec<_> = self.namespaces.iter().map(|scanned| scanned.namespace).collect();
@@ -155,14 +155,14 @@ impl<T: ControllerTransport> HostController<T> {
                 (false, true) if !has_queues => {
                     self.events.push_back(HostEvent::Queue(queue.qid, IoQueueCommand::Fail));
                 }
-                // Its requests wait for it to come back.
+                // Its requests wait until the queue is granted again.
                 _ => {}
             }
         }
         Ok(())
     }
 
-    /// Queues that run stop, by this command.
+    /// Stops running queues with this command.
     pub(crate) fn stop_queues(&mut self, command: IoQueueCommand) {
         for queue in self.queues.iter_mut().filter(|queue| queue.run == QueueRun::Running) {
             queue.run = QueueRun::Stopping;
@@ -170,14 +170,14 @@ impl<T: ControllerTransport> HostController<T> {
         }
     }
 
-    /// Queues that still drain stop at once.
+    /// Stops queues that are still draining.
     pub(crate) fn hurry_queues(&mut self) {
         for queue in self.queues.iter().filter(|queue| queue.run == QueueRun::Stopping) {
             self.events.push_back(HostEvent::Queue(queue.qid, IoQueueCommand::Stop));
         }
     }
 
-    /// The controller is silent: stopped queues give up their requests in flight.
+    /// The controller is silent: stopped queues cancel their requests in flight.
     pub(crate) fn cancel_queues(&mut self) {
         for queue in &mut self.queues {
             (queue.has_cq, queue.has_sq) = (false, false);
@@ -188,7 +188,7 @@ impl<T: ControllerTransport> HostController<T> {
         }
     }
 
-    /// The controller has ended: so has each request.
+    /// The controller has ended: fails all requests.
     pub(crate) fn fail_queues(&mut self) {
         for queue in self.queues.iter_mut().filter(|queue| queue.is_taken) {
             self.events.push_back(HostEvent::Queue(queue.qid, IoQueueCommand::Fail));
@@ -201,8 +201,8 @@ impl<T: ControllerTransport> HostController<T> {
         self.queues.iter().any(|queue| queue.run == run)
     }
 
-    /// Writes the doorbell registers of an I/O queue, for a transport that does not share them. Its owner has this done
-    /// when the queue says that a register was written.
+    /// Writes the doorbell registers of an I/O queue, for a transport that does not share them. The queue's owner
+    /// requests this when the queue reports a register write.
     pub fn forward_doorbells(&mut self, qid: u16, now_ns: u64) {
         let Some(registers) = self.registers.as_ref().filter(|_| self.transport.doorbells().is_none()) else { return };
         let stride = self.capabilities.doorbell_stride;
@@ -214,13 +214,13 @@ impl<T: ControllerTransport> HostController<T> {
         }
     }
 
-    /// The interrupt vector of an I/O queue; unset for one that is polled. [`ControllerTransport::eventfd`] is what its
-    /// owner waits for.
+    /// The interrupt vector of an I/O queue; unset for a polled queue. The owner waits for its
+    /// [`ControllerTransport::eventfd`].
     pub fn queue_vector(&self, qid: u16) -> Option<u16> {
         vector(qid.checked_sub(1)?, self.transport.vectors(), self.counts?)
     }
 
-    /// Whether it is on its way up or down.
+    /// Whether a bring-up or teardown is in progress.
     pub fn is_busy(&self) -> bool {
         !matches!(self.phase, HostPhase::Idle)
     }

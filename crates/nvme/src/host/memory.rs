@@ -1,7 +1,7 @@
 //! Memory of queues: rings, lists, data pages of admin commands and shadow doorbells, mapped for the controller.
 //!
-//! Each block is a separate region with a file behind it, so that it can be mapped by descriptor. It stays mapped for
-//! as long as the block lives; its owner drops it only when the controller is silent.
+//! Each block is a separate region backed by a file, so it can be mapped by descriptor. It stays mapped until it is
+//! dropped; its owner drops it only when the controller is silent.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use blkyard_mem::{DmaMapping, Region, View};
 use crate::host::{ControllerTransport, NvmeHostError, QueueRings};
 use crate::{ListPool, PAGE};
 
-/// A block of memory that host and controller share.
+/// A block of memory shared by host and controller.
 #[derive(Debug)]
 pub(crate) struct SharedBlock {
     region: Arc<Region>,
@@ -19,7 +19,7 @@ pub(crate) struct SharedBlock {
 }
 
 impl SharedBlock {
-    /// A zeroed block of so many bytes, rounded up to pages.
+    /// A zeroed block of this size, rounded up to pages.
     pub(crate) fn new<T: ControllerTransport + ?Sized>(
         transport: &T,
         bytes: usize,
@@ -30,7 +30,7 @@ impl SharedBlock {
         Ok(SharedBlock { region, _mapping: mapping })
     }
 
-    /// Where the controller finds the block; unset until it is mapped.
+    /// Controller address of the block; unset until it is mapped.
     pub(crate) fn addr<T: ControllerTransport + ?Sized>(&self, transport: &T) -> Option<u64> {
         transport.dma_addr(&self.region, 0)
     }
@@ -42,7 +42,7 @@ impl SharedBlock {
     }
 }
 
-/// Where the parts of an I/O queue lie in its block, from its start.
+/// Offsets of an I/O queue's parts in its block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct IoQueueLayout {
     pub(crate) entries: u16,
@@ -66,7 +66,7 @@ impl IoQueueLayout {
         QueueRings { sq: block.view(0, sq_bytes), cq: block.view(self.cq_at, cq_bytes), entries: self.entries }
     }
 
-    /// Lists in a block that the controller finds at this address.
+    /// Lists in a block at this controller address.
     pub(crate) fn lists(&self, block: &SharedBlock, addr: u64) -> ListPool {
         let view = block.view(self.lists_at, self.bytes - self.lists_at);
         ListPool::new(view, addr + self.lists_at as u64, self.entries - 1, self.list_pages)

@@ -1,57 +1,57 @@
 //! Negotiation of the number of I/O queues.
 //!
-//! The rules are those of Linux's driver. Bounds in their order: the request, the controller's grant (Set Features
-//! 07h), the doorbells of the transport, the interrupt vectors. The result is split into queues for polling, for reads
-//! and for all other I/O; those come first in the numbering, then reads, then polling.
+//! The rules are those of Linux's driver. The bounds, in order: the request, the controller's grant (Set Features 07h),
+//! the doorbells of the transport, the interrupt vectors. The result is split into polled queues, read queues and
+//! default queues; default queues come first in the numbering, then read queues, then polled queues.
 
 use blkyard_mq::QueueCounts;
 
 /// A host's request for I/O queues.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QueueDemand {
-    /// Threads or CPUs that submit.
+    /// Number of submitting threads or CPUs.
     pub submitters: u16,
-    /// Queues for all but reads, beside those for reads; zero if reads share them.
+    /// Number of separate queues for everything except reads; zero if reads share them.
     pub write_queues: u16,
-    /// Queues whose submitters poll.
+    /// Number of polled queues.
     pub poll_queues: u16,
 }
 
 impl QueueDemand {
-    /// Queues to ask for; at least one.
+    /// Number of queues to request; at least one.
     pub fn total(self) -> u16 {
         self.submitters.saturating_add(self.write_queues).saturating_add(self.poll_queues).clamp(1, u16::MAX - 1)
     }
 }
 
-/// Dword 11 of Set Features 07h for so many queues of each kind, at least one.
+/// Dword 11 of Set Features 07h for this number of queues of each kind, at least one.
 pub fn queues_dword(queues: u16) -> u32 {
     let count = u32::from(queues.saturating_sub(1));
     count | count << 16
 }
 
-/// Queues that a controller grants, by the result of Set Features 07h: no more than were asked for.
+/// Number of granted queues from the result of Set Features 07h, at most the requested number.
 pub fn granted(result: u64, asked: u16) -> u16 {
     let [submission, completion] = [result & 0xffff, result >> 16 & 0xffff].map(|count| count + 1);
     u16::try_from(submission.min(completion)).unwrap_or(u16::MAX).min(asked)
 }
 
-/// I/O queues whose doorbells are within so many bytes of registers, beside those of the admin queue. `stride` is
-/// CAP.DSTRD.
+/// Number of I/O queues whose doorbells fit this number of register bytes, besides those of the admin queue. `stride`
+/// is CAP.DSTRD.
 pub fn doorbell_queues(doorbell_bytes: usize, stride: u8) -> u16 {
     let pairs = doorbell_bytes / (8 << stride);
     u16::try_from(pairs.saturating_sub(1)).unwrap_or(u16::MAX)
 }
 
-/// Splits granted queues by kind. `vectors` are all interrupt vectors, the admin queue's among them; with 0 every queue
-/// is polled and needs none. `None` if no queues were granted.
+/// Splits granted queues by kind. `vectors` counts all interrupt vectors, including the admin queue's; with 0 every
+/// queue is polled. `None` if no queues were granted.
 pub fn split(granted: u16, vectors: u16, demand: QueueDemand) -> Option<QueueCounts> {
     if granted == 0 {
         return None;
     }
     let poll = demand.poll_queues.min(granted - 1);
     let rest = granted - poll;
-    // One vector belongs to the admin queue. A single one serves both.
+    // One vector belongs to the admin queue. A single vector serves both.
     let interrupt = if vectors == 0 { rest } else { rest.min((vectors - 1).max(1)) };
     let write = demand.write_queues;
     let read = match interrupt {
@@ -64,7 +64,7 @@ pub fn split(granted: u16, vectors: u16, demand: QueueDemand) -> Option<QueueCou
     Some(QueueCounts { default, read, poll })
 }
 
-/// The interrupt vector of an I/O queue, numbered from zero; unset for one that is polled.
+/// The interrupt vector of an I/O queue, from zero; unset for a polled queue.
 pub fn vector(queue: u16, vectors: u16, counts: QueueCounts) -> Option<u16> {
     if vectors == 0 || usize::from(queue) >= counts.default + counts.read {
         return None;
@@ -72,10 +72,10 @@ pub fn vector(queue: u16, vectors: u16, counts: QueueCounts) -> Option<u16> {
     Some(if vectors == 1 { 0 } else { queue + 1 })
 }
 
-/// Entries of each ring of an I/O queue: as wanted, but no more than the controller takes (CAP.MQES) and a cid can
-/// name, and at least two. One entry always stays free.
+/// Entries of each ring of an I/O queue: the requested number, limited by the controller (CAP.MQES) and by the slots of
+/// a cid, and at least two. One entry always stays free.
 pub fn ring_entries(queue_entries_max: u32, wanted: u16) -> u16 {
-    /// So that slots fit the twelve bits that a cid has for them, as in Linux.
+    /// Slots fit the twelve bits of a cid, as in Linux.
     const ENTRIES_MAX: u16 = 4095;
     let entries = u32::from(wanted.clamp(2, ENTRIES_MAX)).min(queue_entries_max);
     u16::try_from(entries).unwrap_or(ENTRIES_MAX).max(2)
@@ -143,31 +143,31 @@ mod tests {
     #[test]
     fn queues_are_split_by_kind() {
         for (given, want) in [
-            // Nothing granted: the admin queue alone.
+            // None granted: admin queue only.
             ((0, 9, 0, 0), [0, 0, 0]),
             // No write queues: reads and writes share.
             ((8, 9, 0, 0), [8, 0, 0]),
             // One queue, for any request.
             ((1, 9, 4, 0), [1, 0, 0]),
-            // As many write queues as there are, or more: one for reads.
+            // At least as many write queues as granted queues: one for reads.
             ((8, 9, 8, 0), [7, 1, 0]),
             ((8, 9, 20, 0), [7, 1, 0]),
             // Otherwise the rest is for reads.
             ((8, 9, 2, 0), [2, 6, 0]),
             ((2, 9, 1, 0), [1, 1, 0]),
-            // Polled queues leave at least one other.
+            // At least one queue is not polled.
             ((8, 9, 0, 2), [6, 0, 2]),
             ((4, 9, 0, 4), [1, 0, 3]),
             ((1, 9, 0, 4), [1, 0, 0]),
             ((8, 9, 2, 2), [2, 4, 2]),
-            // Vectors bound those that are not polled; one is the admin queue's.
+            // Vectors bound the queues that are not polled; one vector is the admin queue's.
             ((8, 4, 0, 0), [3, 0, 0]),
             ((8, 4, 0, 2), [3, 0, 2]),
             ((8, 4, 1, 2), [1, 2, 2]),
             ((8, 2, 0, 0), [1, 0, 0]),
             // A single vector serves the admin queue and one other.
             ((8, 1, 3, 0), [1, 0, 0]),
-            // Without vectors all are polled, without that bound.
+            // Without vectors all queues are polled, and vectors are no bound.
             ((8, 0, 0, 0), [8, 0, 0]),
             ((8, 0, 2, 3), [2, 3, 3]),
         ] {

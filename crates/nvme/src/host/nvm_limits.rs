@@ -1,22 +1,22 @@
-//! Limits of NVM commands that a controller gives beside MDTS (Identify, CNS 06h, command set 00h).
+//! Limits of NVM commands besides MDTS (Identify, CNS 06h, command set 00h).
 
 use crate::{IDENTIFY_BYTES, PAGE};
 
 /// The limits; 0 for unlimited.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NvmLimits {
-    /// Longest Write Zeroes, bytes (WZSL).
+    /// Maximum Write Zeroes, bytes (WZSL).
     pub write_zeroes_bytes: u64,
-    /// Most ranges of a deallocation (DMRL).
+    /// Maximum ranges of a deallocation (DMRL).
     pub deallocate_ranges: u8,
-    /// Longest range of a deallocation, blocks (DMRSL).
+    /// Maximum range of a deallocation, blocks (DMRSL).
     pub deallocate_range_blocks: u32,
-    /// Blocks of all ranges of a deallocation together (DMSL).
+    /// Maximum total of all ranges of a deallocation, blocks (DMSL).
     pub deallocate_blocks: u64,
 }
 
 impl NvmLimits {
-    /// From identify data of a controller whose smallest page is 4096 bytes.
+    /// From identify data of a controller with a minimum page of 4096 bytes.
     pub fn parse(bytes: &[u8; IDENTIFY_BYTES]) -> NvmLimits {
         let write_zeroes_bytes = match u32::from(bytes[1]) {
             0 => 0,

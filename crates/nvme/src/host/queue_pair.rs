@@ -1,12 +1,12 @@
-//! A queue pair, host side: commands go into the submission ring, completions come out of the completion ring.
+//! A queue pair, host side: commands enter the submission ring, completions leave the completion ring.
 //!
-//! Owned by one thread. A command is known by its slot, chosen by the owner: that of its tag. Its identifier (cid) is
-//! the slot and four bits of a sequence that advances with each use of the slot.
+//! Owned by one thread. A command is identified by its slot, chosen by the owner: the index of its tag. Its identifier
+//! (cid) is the slot and four bits of a sequence that advances with each use of the slot.
 //!
-//! The controller is not trusted. Each completion is read once and checked against the slot before it is used; an
-//! impossible one is refused and counted ([`CqeFault`]), and the command stays in flight.
+//! The controller is not trusted. Each completion is read once and checked against the slot before use. An invalid
+//! completion is refused and counted ([`CqeFault`]), and the command stays in flight.
 //!
-//! Resets nothing: the controller's owner cancels commands in flight once the device is proven silent.
+//! Never resets: the controller's owner cancels commands in flight once the device is proven silent.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -17,10 +17,10 @@ use blkyard_mem::View;
 use crate::doorbell::{Doorbell, Doorbells};
 use crate::{CQE_BYTES, Cqe, NvmeStatus, SQE_BYTES, Sqe};
 
-/// Bits of a cid that name the slot; the others are of its sequence.
+/// Bits of a cid for the slot; the others are the sequence.
 const SLOT_BITS: u32 = 12;
 const SLOT_MASK: u16 = (1 << SLOT_BITS) - 1;
-/// Position of the phase in the second word of a completion.
+/// Position of the phase bit in the second word of a completion.
 const PHASE_BIT: u64 = 1 << 48;
 
 /// The memory of a queue pair: both rings have the same number of entries.
@@ -35,9 +35,9 @@ pub struct QueueRings {
 }
 
 impl QueueRings {
-    /// Fewest entries: one of them always stays free.
+    /// Minimum entries: one of them always stays free.
     pub const ENTRIES_MIN: u16 = 2;
-    /// Most entries, so that a slot fits a cid.
+    /// Maximum entries, so that a slot fits a cid.
     pub const ENTRIES_MAX: u16 = 1 << SLOT_BITS;
 
     /// Bytes of both rings, the submission ring first.
@@ -46,7 +46,7 @@ impl QueueRings {
     }
 
     /// # Panics
-    /// If there are too few or too many entries, or the memory is too short for them.
+    /// If there are too few or too many entries, or the memory is too short.
     fn check(&self) {
         let [sq, cq] = QueueRings::bytes(self.entries);
         assert!(
@@ -61,10 +61,10 @@ impl QueueRings {
     }
 }
 
-/// Makes an enum of faults with their names, and counters for them.
+/// Defines an enum of faults with names and counters.
 macro_rules! faults {
     ($($(#[$doc:meta])* $variant:ident = $text:literal,)+) => {
-        /// Why a completion was refused.
+        /// Reason for refusing a completion.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         pub enum CqeFault { $($(#[$doc])* $variant,)+ }
 
@@ -72,7 +72,7 @@ macro_rules! faults {
             /// Every fault.
             pub const ALL: &'static [CqeFault] = &[$(CqeFault::$variant,)+];
 
-            /// In words.
+            /// Description of the fault.
             pub fn name(self) -> &'static str {
                 match self { $(CqeFault::$variant => $text,)+ }
             }
@@ -81,28 +81,28 @@ macro_rules! faults {
 }
 
 faults! {
-    /// Another submission queue than the one of this pair.
+    /// The submission queue is not that of this pair.
     WrongQueue = "completion for another submission queue",
-    /// A head beyond the submitted commands.
+    /// The head is beyond the submitted commands.
     HeadJumped = "submission queue head beyond the tail",
-    /// A cid whose slot does not exist.
+    /// The cid has an invalid slot.
     SlotOutOfRange = "command identifier out of range",
-    /// A cid whose slot has no command: repeated or invented.
+    /// The slot of the cid has no command: repeated or invented.
     NotInFlight = "command identifier that is not in flight",
-    /// A cid of an earlier use of its slot: late or repeated.
+    /// The cid has the sequence of an earlier use of its slot: late or repeated.
     Stale = "command identifier of an earlier command",
-    /// A command that the controller has not fetched, by its own head.
+    /// The controller's head says that the command was not fetched.
     NotFetched = "completion of a command that was not fetched",
 }
 
-/// How often each fault was met on one queue pair. Written by its owner, read by anyone.
+/// Fault counters of one queue pair. Written by its owner, readable by any thread.
 #[derive(Debug, Default)]
 pub struct CqeFaults([AtomicU64; CqeFault::ALL.len()]);
 
 impl CqeFaults {
     fn count(&self, fault: CqeFault) {
         let counter = &self.0[fault as usize];
-        // One writer: a plain load and store.
+        // One writer: a plain load and store suffice.
         counter.store(counter.load(Relaxed) + 1, Relaxed);
     }
 
@@ -111,12 +111,12 @@ impl CqeFaults {
         CqeFault::ALL.iter().map(|fault| fault.name()).zip(self.0.iter().map(|counter| counter.load(Relaxed)))
     }
 
-    /// How often this one was met.
+    /// Count of this fault.
     pub fn get(&self, fault: CqeFault) -> u64 {
         self.0[fault as usize].load(Relaxed)
     }
 
-    /// All of them together.
+    /// Sum of all counts.
     pub fn total(&self) -> u64 {
         self.iter().map(|(_, count)| count).sum()
     }
@@ -125,20 +125,20 @@ impl CqeFaults {
 /// A completed command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Completed {
-    /// Its slot, which may be used again.
+    /// Its slot, which may be reused.
     pub slot: u16,
     /// Its status.
     pub status: NvmeStatus,
-    /// Its own result.
+    /// Command-specific result.
     pub result: u64,
 }
 
 /// State of a slot.
 #[derive(Clone, Copy, Debug, Default)]
 struct CommandSlot {
-    /// Advances when a command of the slot has ended, in any way.
+    /// Sequence; advances whenever a command of the slot has ended.
     sequence: u32,
-    /// Number of the submission, counted without end.
+    /// Number of the submission; never wraps.
     submission: u64,
     in_flight: bool,
 }
@@ -148,40 +148,39 @@ struct CommandSlot {
 pub struct HostQueuePair {
     qid: u16,
     rings: QueueRings,
-    /// Where the next command goes, and its number.
+    /// Ring index of the next command, and its number.
     sq_tail: u16,
     submissions: u64,
-    /// The tail last announced to the controller.
+    /// The last announced tail.
     announced_tail: u16,
     announced: u64,
-    /// How far the controller has fetched, by the last completion that was believed, and the number of the next.
+    /// Controller's fetch position from the last valid completion, and the number of the next command.
     sq_head: u16,
     fetched: u64,
     cq_head: u16,
-    /// The phase bit of a new completion, in its position.
+    /// Phase bit of a new completion, in its position.
     phase: u64,
     sq_doorbell: Doorbell,
     cq_doorbell: Doorbell,
     slots: Box<[CommandSlot]>,
     in_flight: u16,
-    /// Commands were cancelled: the controller's fetch position is unknown until the next reset.
+    /// Whether commands were cancelled: the controller's fetch position is unknown until the next reset.
     is_cancelled: bool,
     faults: Arc<CqeFaults>,
 }
 
 impl HostQueuePair {
-    /// An empty queue pair over memory that the controller does not read yet. Faults outlive the queue pair: its
-    /// successor continues counting them.
+    /// An empty queue pair over memory that the controller does not read yet. Fault counters are passed to later queue
+    /// pairs.
     ///
     /// # Panics
-    /// If the memory does not suffice: its layout is made by this crate.
+    /// If the memory is too short; its layout is computed by this crate.
     pub fn new(qid: u16, rings: QueueRings, doorbells: &Doorbells, faults: Arc<CqeFaults>) -> HostQueuePair {
         let slots = rings.entries - 1;
         HostQueuePair::with_slots(qid, rings, doorbells, faults, slots)
     }
 
-    /// The same with another number of slots. If there are more than the depth, the owner uses no more of them at one
-    /// time.
+    /// The same with another number of slots. If it exceeds the depth, the owner must limit the slots in use.
     pub(crate) fn with_slots(
         qid: u16,
         rings: QueueRings,
@@ -214,11 +213,10 @@ impl HostQueuePair {
         queue
     }
 
-    /// Empties both rings, for the controller to create the queues anew. Identifiers of commands before the reset stay
-    /// stale.
+    /// Empties both rings before the controller creates the queues again. Identifiers of earlier commands stay invalid.
     ///
     /// # Panics
-    /// If commands are in flight: they are [cancelled](HostQueuePair::cancel) first.
+    /// If commands are in flight: [cancel](HostQueuePair::cancel) them first.
     pub fn reset(&mut self) {
         assert!(self.in_flight == 0, "{} commands are in flight", self.in_flight);
         for entry in 0..usize::from(self.rings.entries) {
@@ -232,8 +230,8 @@ impl HostQueuePair {
         self.cq_doorbell.clear_shadow();
     }
 
-    /// Commands that may be in flight at one time; slots of I/O queues are below it. One entry of a ring always stays
-    /// free, so with no more than that neither ring overflows.
+    /// Maximum commands in flight; slots of I/O queues are below it. One entry of a ring always stays free, so neither
+    /// ring overflows.
     pub fn depth(&self) -> u16 {
         self.rings.entries - 1
     }
@@ -243,12 +241,12 @@ impl HostQueuePair {
         self.qid
     }
 
-    /// Commands in flight.
+    /// Number of commands in flight.
     pub fn in_flight(&self) -> u16 {
         self.in_flight
     }
 
-    /// Counters of the controller's faults.
+    /// Fault counters of the controller.
     pub fn faults(&self) -> &Arc<CqeFaults> {
         &self.faults
     }
@@ -258,7 +256,7 @@ impl HostQueuePair {
         self.slots.get(usize::from(slot)).filter(|entry| entry.in_flight).map(|entry| cid(slot, entry.sequence))
     }
 
-    /// The full sequence of a slot: it changes when the command there has ended.
+    /// The full sequence of a slot; it changes when the command in the slot has ended.
     pub fn sequence(&self, slot: u16) -> Option<u32> {
         self.slots.get(usize::from(slot)).map(|entry| entry.sequence)
     }
@@ -279,8 +277,8 @@ impl HostQueuePair {
         self.in_flight += 1;
     }
 
-    /// Tells the controller of all that was pushed, by one doorbell. Says whether the doorbell register was written:
-    /// with shadow doorbells that is only needed if the controller asked for it.
+    /// Announces all pushed commands by one doorbell. Returns whether the doorbell register was written: with shadow
+    /// doorbells only if the controller has requested it.
     #[inline]
     pub fn announce(&mut self) -> bool {
         if self.announced == self.submissions {
@@ -297,14 +295,14 @@ impl HostQueuePair {
         self.rings.cq.load_u64(usize::from(self.cq_head) * CQE_BYTES + 8, Relaxed) & PHASE_BIT == self.phase
     }
 
-    /// Returns completions, at most a ring of them, and writes the completion queue's doorbell once. Returns whether
-    /// its register was written.
+    /// Handles completions, at most one ring, and writes the completion queue's doorbell once. Returns whether its
+    /// register was written.
     #[inline]
     pub fn poll(&mut self, mut each: impl FnMut(Completed)) -> bool {
         let old = self.cq_head;
         let mut taken = 0;
         while taken < self.rings.entries {
-            // The second word first: it has the phase.
+            // The second word is read first, since it has the phase.
             let cqe = Cqe(self.rings.cq.load_u64s_back(usize::from(self.cq_head) * CQE_BYTES, Acquire));
             if cqe.0[1] & PHASE_BIT != self.phase {
                 break;
@@ -322,13 +320,13 @@ impl HostQueuePair {
         }
         match taken {
             0 => false,
-            // The index has not changed: the controller learns of it with the next completion.
+            // The index is unchanged: the controller learns of it with the next completion.
             _ if self.cq_head == old => false,
             _ => self.cq_doorbell.ring(old, self.cq_head),
         }
     }
 
-    /// Believes a completion, or says why not.
+    /// Checks a completion; returns the fault of an invalid one.
     #[inline]
     fn take(&mut self, cqe: Cqe) -> Result<Completed, CqeFault> {
         if cqe.sq_id() != self.qid {
@@ -358,9 +356,8 @@ impl HostQueuePair {
         Ok(Completed { slot, status: cqe.status(), result: cqe.result() })
     }
 
-    /// Gives up the command in a slot, which the controller can no longer touch: it is disabled or gone. Returns
-    /// whether there was one. Later completions for it are refused, and no command is pushed before a
-    /// [reset](HostQueuePair::reset).
+    /// Cancels the command in a slot. The controller must be disabled or gone. Returns whether the slot had a command.
+    /// Later completions of it are refused, and commands can be pushed only after a [reset](HostQueuePair::reset).
     pub fn cancel(&mut self, slot: u16) -> bool {
         let Some(entry) = self.slots.get_mut(usize::from(slot)).filter(|entry| entry.in_flight) else { return false };
         entry.in_flight = false;

@@ -1,15 +1,15 @@
-//! Disposition of a failed command's request: it ends, or is sent again, at once or after a delay.
+//! Retries of failed commands: a request ends, or is submitted again at once or after a delay.
 
 use blkyard_mq::{Done, Status, Tag};
 
 use crate::{IdentifyController, NvmeStatus};
 
-/// How often a request is sent again, as in Linux.
+/// Maximum retries of a request, as in Linux.
 pub const RETRIES_MAX: u8 = 5;
 /// Unit of the controller's retry delays, ns.
 const DELAY_UNIT_NS: u64 = 100_000_000;
 
-/// The delays that a controller asks for (CRDT1 to CRDT3), ns.
+/// Retry delays of the controller (CRDT1 to CRDT3), ns.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RetryDelays([u64; 3]);
 
@@ -20,7 +20,7 @@ impl RetryDelays {
         RetryDelays(delays.map(|delay| u64::from(delay) * DELAY_UNIT_NS))
     }
 
-    /// The delay that a status asks for.
+    /// The delay requested by a status.
     fn of(self, status: NvmeStatus) -> u64 {
         match status.retry_delay() {
             0 => 0,
@@ -29,17 +29,17 @@ impl RetryDelays {
     }
 }
 
-/// Disposition of a request.
+/// Disposition of a failed request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Disposition {
-    /// It ends with the status.
+    /// End with the status.
     Complete,
-    /// It is sent again after so many ns.
+    /// Retry after this delay, ns.
     Retry(u64),
 }
 
 impl Disposition {
-    /// Disposition of a request that was sent again `retries` times before.
+    /// Disposition of a request after this number of retries.
     pub fn of(status: NvmeStatus, retries: u8, delays: RetryDelays) -> Disposition {
         if status.is_success() || status.is_final() || retries >= RETRIES_MAX {
             return Disposition::Complete;
@@ -48,15 +48,15 @@ impl Disposition {
     }
 }
 
-/// The failed requests of one queue.
+/// Failed requests of one queue.
 #[derive(Debug)]
 pub(crate) struct Retries {
     delays: RetryDelays,
-    /// By slot: how often its request was sent again.
+    /// Retry count by slot.
     counts: Box<[u8]>,
-    /// Slots whose count is not zero.
+    /// Number of slots with a count above zero.
     retried: usize,
-    /// Requests that wait, and until when, ns.
+    /// Waiting requests with their deadlines, ns.
     delayed: Vec<(u64, Tag)>,
 }
 
@@ -66,13 +66,13 @@ impl Retries {
         Retries { delays, counts: vec![0; slots].into(), retried: 0, delayed: Vec::with_capacity(slots) }
     }
 
-    /// Whether a request that succeeds can be completed without [`Retries::finish`].
+    /// Whether a successful request can be completed without [`Retries::finish`].
     #[inline]
     pub(crate) fn is_empty(&self) -> bool {
         self.retried == 0
     }
 
-    /// A command has ended: completes its request, or sends it again.
+    /// Handles the end of a command: completes its request, or retries it.
     #[cold]
     pub(crate) fn finish(&mut self, tag: Tag, status: NvmeStatus, done: &mut Done<'_>, now_ns: u64) {
         let count = &mut self.counts[tag.index()];
@@ -92,7 +92,7 @@ impl Retries {
         }
     }
 
-    /// A request ends without a command.
+    /// Handles the end of a request without a command.
     #[inline]
     pub(crate) fn forget(&mut self, tag: &Tag) {
         if self.retried > 0 {
@@ -100,12 +100,12 @@ impl Retries {
         }
     }
 
-    /// End of the next delay.
+    /// Earliest deadline of a retry.
     pub(crate) fn deadline_ns(&self) -> Option<u64> {
         self.delayed.iter().map(|(due_ns, _)| *due_ns).min()
     }
 
-    /// Sends the requests whose delay has ended.
+    /// Resubmits the requests whose delay has ended.
     #[inline]
     pub(crate) fn requeue_due(&mut self, done: &mut Done<'_>, now_ns: u64) {
         if !self.delayed.is_empty() {
@@ -125,7 +125,7 @@ impl Retries {
         }
     }
 
-    /// Completes all that wait, for there is no device to send them to.
+    /// Fails all waiting requests after the controller is gone.
     pub(crate) fn fail_delayed(&mut self, done: &mut Done<'_>) {
         while let Some((_, tag)) = self.delayed.pop() {
             self.forget(&tag);

@@ -1,15 +1,15 @@
 //! The namespace scan: the active namespaces, and their properties for the queue core.
 //!
-//! Pages of the active namespace list, 1024 identifiers each, until a page is not full; then for each namespace its
-//! identification descriptors and its data. On a controller without the list namespaces are tried one by one. The
-//! controller's answers are bounded here: at most [`NAMESPACES_MAX`], in ascending order.
+//! Reads pages of the active namespace list, 1024 identifiers each, until a page is not full. Then it reads the
+//! identification descriptors and the data of each namespace. On a controller without the list, namespaces are tried
+//! one by one. The controller's answers are limited: at most [`NAMESPACES_MAX`], in ascending order.
 
 use blkyard_mq::DeviceInfo;
 
 use crate::host::nvm_limits::NvmLimits;
 use crate::{IDENTIFY_BYTES, IdentifyController, IdentifyNamespace, NvmeNamespace, NvmeStatus, Sqe, cns};
 
-/// Upper bound of namespaces scanned.
+/// Maximum number of scanned namespaces.
 pub const NAMESPACES_MAX: usize = 4096;
 /// Identifiers on a page of the list.
 const PAGE_IDS: usize = IDENTIFY_BYTES / 4;
@@ -30,7 +30,7 @@ pub struct NamespaceIds {
 }
 
 impl NamespaceIds {
-    /// From a list of identification descriptors, up to the first malformed one.
+    /// Parses a list of identification descriptors up to the first malformed one.
     pub fn parse(bytes: &[u8; IDENTIFY_BYTES]) -> NamespaceIds {
         let mut ids = NamespaceIds::default();
         let mut rest = &bytes[..];
@@ -50,7 +50,7 @@ impl NamespaceIds {
     }
 }
 
-/// A namespace that can be used.
+/// A usable namespace.
 #[derive(Clone, Debug)]
 pub struct ScannedNamespace {
     /// Its identity.
@@ -62,7 +62,7 @@ pub struct ScannedNamespace {
 }
 
 impl ScannedNamespace {
-    /// Whether it is the same namespace with the same properties.
+    /// Whether it is the same namespace with unchanged properties.
     pub fn is_same(&self, other: &ScannedNamespace) -> bool {
         let look = |scanned: &ScannedNamespace| {
             let info = &scanned.info;
@@ -75,7 +75,7 @@ impl ScannedNamespace {
 /// A command of a scan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ScanStep {
-    /// Identifiers above this one.
+    /// Only identifiers above this one.
     List(u32),
     Ids(u32),
     Data(u32),
@@ -95,7 +95,7 @@ impl ScanStep {
 #[derive(Debug)]
 pub(crate) struct Scan {
     step: Option<ScanStep>,
-    /// Namespaces still to be scanned, the next one last.
+    /// Remaining namespaces, the next one last.
     nsids: Vec<u32>,
     ids: NamespaceIds,
     found: Vec<ScannedNamespace>,

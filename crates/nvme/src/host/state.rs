@@ -1,4 +1,4 @@
-//! States of a controller as its host sees it, and which may follow which.
+//! States of a controller on its host's side, and the valid transitions.
 
 /// A state, by the names of Linux's driver.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -12,11 +12,11 @@ pub enum ControllerState {
     Resetting,
     /// Being brought up.
     Connecting,
-    /// Being disabled for good.
+    /// Being disabled permanently.
     Deleting,
-    /// Disabled for good, and wanted no more.
+    /// Disabled permanently after its removal.
     DeletingNoIo,
-    /// Disabled for good: it has failed.
+    /// Disabled permanently after a failure.
     Dead,
 }
 
@@ -32,7 +32,7 @@ impl ControllerState {
         ControllerState::Dead,
     ];
 
-    /// Whether the other state may follow this one.
+    /// Whether a transition to the other state is valid.
     pub fn may_become(self, next: ControllerState) -> bool {
         use ControllerState::{Connecting, Dead, Deleting, DeletingNoIo, Live, New, Resetting};
         matches!(
@@ -46,7 +46,7 @@ impl ControllerState {
         )
     }
 
-    /// Changes to the next state. Returns whether that was allowed; if not, nothing changes.
+    /// Changes to the next state. Returns whether the transition is valid; otherwise the state stays.
     pub fn change(&mut self, next: ControllerState) -> bool {
         let may = self.may_become(next);
         if may {
@@ -55,7 +55,7 @@ impl ControllerState {
         may
     }
 
-    /// Whether no command will ever be sent again.
+    /// Whether no command will be sent in this and all later states.
     pub fn is_terminal(self) -> bool {
         matches!(self, ControllerState::Deleting | ControllerState::DeletingNoIo | ControllerState::Dead)
     }
@@ -65,7 +65,7 @@ impl ControllerState {
 mod tests {
     use super::ControllerState::{self, Connecting, Dead, Deleting, DeletingNoIo, Live, New, Resetting};
 
-    /// All pairs, by the table of Linux's driver.
+    /// All pairs, from the table of Linux's driver.
     #[test]
     fn only_legal_transitions_happen() {
         let before = |next| match next {

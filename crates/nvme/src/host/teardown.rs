@@ -1,4 +1,4 @@
-//! The way down: I/O queues stop, are deleted, the controller is disabled, and only then requests are given back.
+//! Teardown: I/O queues stop and are deleted, the controller is disabled, and only then requests are returned.
 
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -8,19 +8,20 @@ use crate::host::io_queues::QueueRun;
 use crate::host::{ControllerState, ControllerTransport, Disable, HostController, HostEvent, HostStep, NvmeHostError};
 use crate::{IoQueueCommand, NvmeStatus, Sqe};
 
-/// Time between two attempts to disable a controller that stays active, ns.
+/// Interval of attempts to disable a controller that stays active, ns.
 const UNPROVEN_RETRY_NS: u64 = 1_000_000_000;
-/// Time in which requests in flight may end before an orderly shutdown, ns, as in Linux.
+/// Time for requests in flight to complete before an orderly shutdown, ns, as in Linux.
 const DRAIN_NS: u64 = 30_000_000_000;
-/// Time for an orderly shutdown, ns, lower and upper bound of the controller's value (RTD3E).
+/// Lower and upper bound of the time for an orderly shutdown (the controller's RTD3E), ns.
 const SHUTDOWN_MIN_NS: u64 = 5_000_000_000;
 const SHUTDOWN_MAX_NS: u64 = 60_000_000_000;
 
-/// Deletion of all I/O queues, within the time of one admin command: submission queues first, then the others.
+/// Deletion of all I/O queues within the time limit of one admin command: submission queues first, then completion
+/// queues.
 #[derive(Debug)]
 pub(crate) struct DeleteQueues {
     is_sq: bool,
-    /// Commands not sent yet.
+    /// Commands still to be sent.
     left: Vec<Sqe>,
     in_flight: usize,
     until_ns: u64,
@@ -33,7 +34,7 @@ impl DeleteQueues {
 }
 
 impl<T: ControllerTransport> HostController<T> {
-    /// Begins the way down. An orderly one waits for requests in flight.
+    /// Starts the teardown. An orderly one waits for requests in flight.
     pub(crate) fn tear_down(&mut self, is_orderly: bool, now_ns: u64) {
         self.stop_queues(if is_orderly { IoQueueCommand::Drain } else { IoQueueCommand::Stop });
         self.scan = None;
@@ -41,7 +42,7 @@ impl<T: ControllerTransport> HostController<T> {
         self.phase = HostPhase::Stop { until_ns: is_orderly.then(|| now_ns.saturating_add(DRAIN_NS)) };
     }
 
-    /// Gives the controller up: a way down in progress is not reversed.
+    /// Gives the controller up; a running teardown becomes permanent.
     pub(crate) fn end(&mut self, error: NvmeHostError, now_ns: u64) {
         if self.is_ending {
             return;
@@ -64,7 +65,7 @@ impl<T: ControllerTransport> HostController<T> {
         }
     }
 
-    /// One step of the way down.
+    /// Executes one step of the teardown.
     pub(crate) fn step_down(&mut self, now_ns: u64) -> Result<Option<u64>, PhaseChanged> {
         match &mut self.phase {
             HostPhase::Stop { until_ns } => {
@@ -112,7 +113,7 @@ impl<T: ControllerTransport> HostController<T> {
         Err(PhaseChanged)
     }
 
-    /// Queues of a controller that answers are deleted first.
+    /// Queues are deleted first if the controller responds.
     fn begin_delete(&mut self, now_ns: u64) -> HostPhase {
         let answers = !self.is_mute && self.transport.status().is_ok_and(|status| status.ready && !status.fatal);
         self.is_mute |= !answers;
@@ -135,7 +136,7 @@ impl<T: ControllerTransport> HostController<T> {
         ))
     }
 
-    /// Returns until when to wait, if it has to.
+    /// Returns the deadline to wait for, if any.
     fn step_delete(&mut self, now_ns: u64) -> Option<u64> {
         let HostPhase::Delete(mut delete) = std::mem::replace(&mut self.phase, HostPhase::Cancel) else { return None };
         if now_ns < delete.until_ns && !self.is_mute {
@@ -164,7 +165,7 @@ impl<T: ControllerTransport> HostController<T> {
         None
     }
 
-    /// The controller is silent: its memory is ours again.
+    /// The controller is silent: its memory may be reused.
     fn silent(&mut self, is_gone: bool, now_ns: u64) {
         if is_gone {
             self.end(crate::DeviceGone.into(), now_ns);
@@ -182,8 +183,8 @@ impl<T: ControllerTransport> HostController<T> {
         self.phase = HostPhase::Cancel;
     }
 
-    /// Zeroes doorbell registers that the controller does not share: its own are zero when the queues are created anew,
-    /// and an old index must not be [forwarded](HostController::forward_doorbells) then.
+    /// Zeroes the doorbell memory of a controller that does not share it. Its registers are zero when the queues are
+    /// created again, and a stale index must not be [forwarded](HostController::forward_doorbells) then.
     fn clear_private_doorbells(&self) {
         if let Some(registers) = self.registers.as_ref().filter(|_| self.transport.doorbells().is_none()) {
             for at in (0..registers.len()).step_by(size_of::<u32>()) {
@@ -192,7 +193,7 @@ impl<T: ControllerTransport> HostController<T> {
         }
     }
 
-    /// No request is in flight any more.
+    /// Continues once no request is in flight.
     fn down(&mut self, now_ns: u64) {
         self.counts = None;
         if !self.is_ending && self.wants_suspend {

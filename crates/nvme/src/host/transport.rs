@@ -1,8 +1,8 @@
 //! Access of a host to a controller: registers, memory, doorbells and interrupts.
 //!
 //! The interface between the host's state machines and their transport: VFIO, vfio-user, a controller in this process,
-//! or a fake in a test. Owned by the controller's owner; the owners of I/O queues get the doorbells, addresses and
-//! eventfds they need and never come here.
+//! or a fake in a test. Owned by the controller's owner. The owners of I/O queues get the doorbells, addresses and
+//! eventfds they need, and do not use the transport.
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -11,15 +11,15 @@ use blkyard_mem::{DmaDomain, Region, View};
 
 use crate::registers::{CSTS, ControllerStatus};
 
-/// The controller does not answer any more: it was unplugged, or its process has ended or hangs.
+/// The controller does not respond: it was unplugged, or its process has ended or hangs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("NVMe controller: no longer answers; check that it is still attached")]
 pub struct DeviceGone;
 
 /// Access to one controller.
 ///
-/// Register offsets are those of [`registers`](crate::registers). An access either reaches the controller in bounded
-/// time or fails with [`DeviceGone`]. A transport that cannot tell lets reads return all ones, as PCI does.
+/// Register offsets are those of [`registers`](crate::registers). An access reaches the controller in bounded time or
+/// fails with [`DeviceGone`]. A transport that cannot detect this returns all ones from reads, as PCI does.
 pub trait ControllerTransport {
     /// Reads a 32-bit register.
     ///
@@ -51,35 +51,35 @@ pub trait ControllerTransport {
         self.write32(offset + 4, (value >> 32) as u32)
     }
 
-    /// The address space in which the controller reaches memory. Regions mapped there, by
-    /// [`DmaDomain::map`](blkyard_mem::DmaDomain::map), have addresses.
+    /// The address space of the controller. Regions mapped there by [`DmaDomain::map`](blkyard_mem::DmaDomain::map)
+    /// have controller addresses.
     fn dma_domain(&self) -> &Arc<DmaDomain>;
 
-    /// Controller address of a byte of a region; unset while the region is not mapped. A region is mapped in one piece:
-    /// addresses are contiguous. The offset in a page is the same on both sides.
+    /// Controller address of a byte of a region; unset while the region is not mapped. The addresses of a region are
+    /// contiguous, and the offset in a page is the same on both sides.
     fn dma_addr(&self, region: &Arc<Region>, offset: u64) -> Option<u64>;
 
-    /// The doorbell registers (offset 1000h on) as memory that is shared with the controller. Without, the owner of a
-    /// queue has each doorbell written by [`ControllerTransport::write32`].
+    /// The doorbell registers (from offset 1000h) as memory shared with the controller. If unset, each doorbell is
+    /// written by [`ControllerTransport::write32`].
     fn doorbells(&self) -> Option<View>;
 
-    /// Bytes of the doorbell registers: they bound the number of queues.
+    /// Bytes of the doorbell registers, which bound the number of queues.
     fn doorbell_bytes(&self) -> usize;
 
-    /// Interrupt vectors; zero if queues can only be polled.
+    /// Number of interrupt vectors; zero if queues can only be polled.
     fn vectors(&self) -> u16;
 
     /// The eventfd that the controller signals for an interrupt vector.
     fn eventfd(&self, vector: u16) -> Option<BorrowedFd<'_>>;
 
-    /// Resets the device as a whole, beside its registers (a function-level reset). Says whether that was done: the
-    /// controller is disabled and silent then. By default there is no such way.
+    /// Resets the whole device, such as by a function-level reset. Returns whether that was done; the controller is
+    /// then disabled and silent. Not supported by default.
     fn reset_function(&mut self) -> bool {
         false
     }
 
-    /// Once the controller does not answer: whether it is certain that it reaches no memory any more. So it is with a
-    /// device that was unplugged, the default; a process that hangs may go on one day.
+    /// Whether a controller that does not respond is certain to access no memory any more. This holds for an unplugged
+    /// device, the default; a hanging process may continue later.
     fn is_silent_when_gone(&self) -> bool {
         true
     }

@@ -1,4 +1,4 @@
-//! A live controller is watched: late commands, asynchronous events, keep-alive.
+//! Monitoring of a live controller: late commands, asynchronous events, keep-alive.
 
 use crate::host::admin::{ADMIN_TIMEOUT_NS, AdminData};
 use crate::host::host_controller::AdminPurpose;
@@ -6,37 +6,37 @@ use crate::host::scan::Scan;
 use crate::host::{ControllerState, ControllerTransport, HostController};
 use crate::{LateCommand, NvmeStatus, Sqe, admin};
 
-/// Type of an asynchronous event: error, and a notice.
+/// Types of asynchronous events: error and notice.
 const EVENT_ERROR: u64 = 0;
 const EVENT_NOTICE: u64 = 2;
 /// Error: persistent internal error.
 const ERROR_PERSISTENT: u64 = 3;
 /// Notice: namespace attributes changed.
 const NOTICE_NAMESPACES: u64 = 0;
-/// Dwords of a log page that are read to clear an event.
+/// Dwords of a log page to read in order to clear an event.
 const LOG_DWORDS: u32 = 128;
 
 /// Decision about a late command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LateAction {
-    /// It has ended already, or will once the controller is silent.
+    /// No action: it has ended already, or will once the controller is silent.
     Nothing,
-    /// It is given as much time again.
+    /// Extend its timeout once more.
     MoreTime,
-    /// The controller was told to abort it, and it gets as much time again.
+    /// Abort sent; its timeout is extended once more.
     Abort,
-    /// The controller is reset.
+    /// Reset the controller.
     Reset,
-    /// The controller is given up.
+    /// Give the controller up.
     GiveUp,
 }
 
-/// State beside I/O.
+/// Monitoring state.
 #[derive(Debug, Default)]
 pub(crate) struct HostWatch {
-    /// Abort commands that may be sent, of those the controller takes at one time.
+    /// Available Abort commands, of the controller's limit.
     aborts_left: u16,
-    /// The Asynchronous Event Request is to be sent.
+    /// Whether to send the Asynchronous Event Request.
     pub(crate) wants_event: bool,
     pub(crate) wants_scan: bool,
     /// A log page to be read.
@@ -44,7 +44,7 @@ pub(crate) struct HostWatch {
 }
 
 impl HostWatch {
-    /// The controller was enabled; it takes so many Abort commands, and one.
+    /// State for a newly enabled controller that accepts `abort_limit` + 1 Abort commands.
     pub(crate) fn start(&mut self, abort_limit: u8) {
         *self = HostWatch { aborts_left: u16::from(abort_limit) + 1, ..HostWatch::default() };
     }
@@ -54,21 +54,21 @@ impl HostWatch {
     }
 }
 
-/// Keep-alive commands, at a part of the timeout.
+/// Keep-alive commands at a fraction of the timeout.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct KeepAlive {
     timeout_ns: u64,
     interval_ns: u64,
     is_by_traffic: bool,
-    /// Completions were seen since the last check.
+    /// Whether commands have completed since the last check.
     saw_traffic: bool,
     sent_ns: Option<u64>,
     due_ns: u64,
 }
 
 impl KeepAlive {
-    /// With this timeout. A controller that counts any command as a sign of life is polled more often, and only while
-    /// there is no other command.
+    /// Keep-alive with this timeout. A controller that restarts its timer at any command is checked more often, and
+    /// gets Keep Alive only without other traffic.
     pub(crate) fn new(timeout_ns: u64, is_by_traffic: bool, now_ns: u64) -> KeepAlive {
         let interval_ns = timeout_ns / if is_by_traffic { 4 } else { 2 };
         let due_ns = now_ns.saturating_add(interval_ns);
@@ -80,7 +80,7 @@ impl KeepAlive {
         if self.sent_ns.is_some() { u64::MAX } else { self.due_ns }
     }
 
-    /// Whether a command is to be sent now.
+    /// Whether to send a command now.
     fn is_due(&mut self, now_ns: u64) -> bool {
         if now_ns < self.due_ns() {
             return false;
@@ -93,7 +93,7 @@ impl KeepAlive {
         true
     }
 
-    /// The command was answered: the next one follows an interval after this one was sent.
+    /// Handles a completed command: the next one is due an interval after this one was sent.
     pub(crate) fn answered(&mut self, now_ns: u64) {
         let round_trip_ns = self.sent_ns.take().map_or(0, |sent_ns| now_ns.saturating_sub(sent_ns));
         self.saw_traffic = false;
@@ -102,11 +102,11 @@ impl KeepAlive {
 }
 
 impl<T: ControllerTransport> HostController<T> {
-    /// Decides about a late command, in the order of Linux's driver. Its queue was polled before and has not got it.
+    /// Decides about a late command, in the order of Linux's driver. Its queue was polled first without a completion.
     pub fn late_command(&mut self, late: LateCommand, now_ns: u64) -> LateAction {
         let Some(queue) = self.queues.get(usize::from(late.qid).wrapping_sub(1)) else { return LateAction::Nothing };
         if queue.starts != late.starts {
-            // Of before a reset: it was given up then.
+            // From before a reset, which has cancelled it.
             return LateAction::Nothing;
         }
         let was_live = self.state == ControllerState::Live;
@@ -137,7 +137,7 @@ impl<T: ControllerTransport> HostController<T> {
         LateAction::Abort
     }
 
-    /// I/O was completed: a sign of life to a controller that counts such.
+    /// Records completed I/O, which restarts some controllers' keep-alive timer.
     pub fn note_traffic(&mut self) {
         self.keep_alive.iter_mut().for_each(|keep_alive| keep_alive.saw_traffic = true);
     }
@@ -179,10 +179,10 @@ impl<T: ControllerTransport> HostController<T> {
         }
     }
 
-    /// The Asynchronous Event Request was completed.
+    /// Handles a completed Asynchronous Event Request.
     pub(crate) fn async_event(&mut self, status: NvmeStatus, result: u64, now_ns: u64) {
         if !status.is_success() {
-            // The controller has none, and no command replaces it.
+            // The controller does not support the request; there is no alternative.
             return;
         }
         let (kind, info, log) = (result & 7, result >> 8 & 0xff, (result >> 16) as u8);
