@@ -1,7 +1,7 @@
-//! Memory that host and controller share: which bus address is which byte of which region.
+//! Memory shared by host and controller: the mapping of bus addresses to bytes of regions.
 //!
-//! Both sides use it: the host asks for the address of a segment, the controller for the segments of an address. It is
-//! made once and replaced as a whole.
+//! Used by both sides: the host translates segments to addresses, the controller addresses to segments. A map is
+//! immutable and replaced as a whole.
 
 use std::sync::Arc;
 
@@ -12,49 +12,49 @@ use crate::PAGE;
 /// Alignment of shared fields: that of a completion queue entry.
 const SHARED_ALIGN: usize = 16;
 
-/// A run of bytes at a bus address.
+/// A contiguous range of bus addresses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DmaSegment {
-    /// First byte, as the controller sees it.
+    /// First bus address.
     pub addr: u64,
     /// Bytes.
     pub len: u64,
 }
 
-/// A part of a region and its bus addresses.
+/// A part of a region with its bus addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DmaRange {
-    /// First byte, as the controller sees it; a multiple of 4096.
+    /// First bus address; a multiple of 4096.
     pub addr: u64,
     /// Bytes; a multiple of 4096.
     pub len: u64,
-    /// The region in its table.
+    /// Index of the region in its table.
     pub region: u32,
-    /// First byte in the region; a multiple of 4096, so that both sides mean the same by the offset in a page.
+    /// First byte in the region; a multiple of 4096, so the offset in a page is the same on both sides.
     pub offset: u64,
 }
 
-/// Why ranges make no map.
+/// Reason why ranges are invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DmaMapError {
-    /// Address, length or offset is not in pages, or the length is zero.
+    /// An address, length or offset is no multiple of a page, or the length is zero.
     #[error("DMA range at {0:#x}: address, length and offset must be multiples of 4096 and the length not zero")]
     Unaligned(u64),
-    /// It ends beyond its region, or there is no such region.
+    /// The range ends beyond its region, or the region does not exist.
     #[error("DMA range at {0:#x}: lies outside its memory region")]
     OutsideRegion(u64),
-    /// It ends beyond the last address, or overlaps with another.
+    /// The range ends beyond the last address, or overlaps another.
     #[error("DMA range at {0:#x}: overlaps with another range or with the end of the address space")]
     Overlap(u64),
 }
 
-/// Ranges of bus addresses, and the memory behind them.
+/// Ranges of bus addresses with their memory.
 #[derive(Clone, Debug, Default)]
 pub struct DmaMap {
     table: Arc<RegionTable>,
-    /// By address.
+    /// Sorted by address.
     ranges: Vec<DmaRange>,
-    /// The same by region and offset.
+    /// The same, sorted by region and offset.
     by_region: Vec<DmaRange>,
 }
 
@@ -90,7 +90,7 @@ impl DmaMap {
         &self.table
     }
 
-    /// Controller address of a segment; `None` if the controller cannot reach it contiguously.
+    /// Bus address of a segment; `None` if it is not mapped contiguously.
     #[inline]
     pub fn addr(&self, segment: Segment) -> Option<u64> {
         let key = (segment.region, segment.offset);
@@ -100,7 +100,7 @@ impl DmaMap {
         (skip < range.len && u64::from(segment.len) <= range.len - skip).then(|| range.addr + skip)
     }
 
-    /// The bytes from `addr` in one range, `len` at most; `None` if the address is not mapped.
+    /// The mapped bytes from `addr` on in one range, at most `len`; `None` if the address is not mapped.
     #[inline]
     pub fn segment(&self, addr: u64, len: u32) -> Option<Segment> {
         let after = self.ranges.partition_point(|range| range.addr <= addr);
@@ -120,7 +120,7 @@ impl DmaMap {
         View::new(Arc::clone(region), segment.offset, len, SHARED_ALIGN)
     }
 
-    /// The same ranges, with a region more in the table that has no address; and its number there.
+    /// The same ranges, with one more region in the table that has no address; and its index.
     #[must_use]
     pub fn with_region(&self, region: Arc<Region>) -> (DmaMap, u32) {
         let mut table = RegionTable::clone(&self.table);
@@ -128,7 +128,7 @@ impl DmaMap {
         (DmaMap { table: Arc::new(table), ..self.clone() }, number)
     }
 
-    /// Copies bytes from `addr` on, each read once. Says whether all are mapped.
+    /// Copies bytes from `addr` on, each read once. Returns whether all are mapped.
     #[must_use]
     pub fn read(&self, mut addr: u64, mut bytes: &mut [u8]) -> bool {
         while !bytes.is_empty() {
@@ -137,7 +137,7 @@ impl DmaMap {
             let Some(span) = self.table.resolve(segment) else { return false };
             let (now, rest) = bytes.split_at_mut(span.len());
             span.copy_to_slice(now);
-            // A range that ends at the last address ends the loop, or finds no other.
+            // At the last address, the loop ends or finds no further range.
             addr = addr.wrapping_add(u64::from(segment.len));
             bytes = rest;
         }

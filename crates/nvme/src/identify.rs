@@ -8,7 +8,7 @@ use blkyard_mq::SECTOR_BYTES;
 /// Bytes of every identify data structure.
 pub const IDENTIFY_BYTES: usize = 4096;
 
-/// A field that is read and written at a byte offset.
+/// A field that is encoded at a byte offset.
 trait IdentifyField: Sized {
     fn get(bytes: &[u8]) -> Self;
     fn put(&self, bytes: &mut [u8]);
@@ -56,12 +56,12 @@ macro_rules! identify {
             const FIELDS: &'static [(&'static str, usize, usize)] =
                 &[$((stringify!($field), $at, size_of::<$kind>()),)+];
 
-            /// From identify data.
+            /// Decodes identify data.
             pub fn parse(bytes: &[u8; IDENTIFY_BYTES]) -> $name {
                 $name { $($field: IdentifyField::get(&bytes[$at..]),)+ }
             }
 
-            /// As identify data.
+            /// Encodes identify data.
             pub fn write(&self, bytes: &mut [u8; IDENTIFY_BYTES]) {
                 bytes.fill(0);
                 $(IdentifyField::put(&self.$field, &mut bytes[$at..]);)+
@@ -87,7 +87,7 @@ identify! {
         firmware: [u8; 8] = 64,
         /// Several controllers (bit 1), asymmetric access (bit 3) (CMIC).
         multipath: u8 = 76,
-        /// Longest transfer: smallest page << this; zero for unlimited (MDTS).
+        /// Maximum transfer: minimum page << value; zero for unlimited (MDTS).
         mdts: u8 = 77,
         /// Controller identifier (CNTLID).
         controller_id: u16 = 78,
@@ -111,9 +111,9 @@ identify! {
         retry_delay_3: u16 = 132,
         /// Optional admin commands (OACS): bit 3 namespace management, bit 8 shadow doorbells.
         admin_commands: u16 = 256,
-        /// Abort commands at one time, less one (ACL).
+        /// Maximum concurrent Abort commands, less one (ACL).
         abort_limit: u8 = 258,
-        /// Asynchronous event requests at one time, less one (AERL).
+        /// Maximum concurrent asynchronous event requests, less one (AERL).
         async_event_limit: u8 = 259,
         /// Firmware updates (FRMW): bit 0 slot 1 read-only, bits 1-3 number of slots.
         firmware_updates: u8 = 260,
@@ -125,31 +125,31 @@ identify! {
         power_states: u8 = 263,
         /// Autonomous power state transitions (APSTA).
         autonomous_power: u8 = 265,
-        /// Temperature from which on the controller warns, K (WCTEMP).
+        /// Warning temperature, K (WCTEMP).
         warning_kelvin: u16 = 266,
-        /// Temperature from which on the controller stops, K (CCTEMP).
+        /// Critical temperature, K (CCTEMP).
         critical_kelvin: u16 = 268,
         /// Preferred host memory buffer, 4 KiB (HMPRE).
         host_memory_preferred: u32 = 272,
-        /// Smallest host memory buffer, 4 KiB (HMMIN).
+        /// Minimum host memory buffer, 4 KiB (HMMIN).
         host_memory_min: u32 = 276,
         /// Granularity of the keep-alive timer, 100 ms (KAS).
         keep_alive: u16 = 320,
-        /// Longest ANA transition, s (ANATT).
+        /// Maximum ANA transition time, s (ANATT).
         ana_transition_s: u8 = 342,
         /// ANA capabilities (ANACAP).
         ana: u8 = 343,
-        /// Largest ANA group (ANAGRPMAX).
+        /// Maximum ANA group identifier (ANAGRPMAX).
         ana_group_max: u32 = 344,
         /// ANA groups (NANAGRPID).
         ana_groups: u32 = 348,
-        /// SQE sizes as powers of two: required in bits 0-3, largest in 4-7 (SQES).
+        /// SQE sizes as powers of two: required in bits 0-3, maximum in 4-7 (SQES).
         sq_entry_shifts: u8 = 512,
-        /// CQE sizes as powers of two: required in bits 0-3, largest in 4-7 (CQES).
+        /// CQE sizes as powers of two: required in bits 0-3, maximum in 4-7 (CQES).
         cq_entry_shifts: u8 = 513,
-        /// Most outstanding commands, for fabrics (MAXCMD).
+        /// Maximum outstanding commands, for fabrics (MAXCMD).
         commands_max: u16 = 514,
-        /// Largest namespace identifier (NN).
+        /// Maximum namespace identifier (NN).
         namespaces: u32 = 516,
         /// Optional NVM commands (ONCS): bit 0 compare, bit 2 dataset management, bit 3 write zeroes, bit 4 save and
         /// select of features, bit 5 reservations, bit 6 timestamp, bit 7 verify.
@@ -160,15 +160,15 @@ identify! {
         atomic_blocks: u16 = 526,
         /// Atomic write unit at power failure, blocks, less one (AWUPF).
         atomic_power_fail_blocks: u16 = 528,
-        /// SGL support (SGLS): bits 0-1 whether, 10b in dwords.
+        /// SGL support (SGLS): bits 0-1, 10b with dword granularity.
         sgl: u32 = 536,
-        /// Most namespaces allowed (MNAN).
+        /// Maximum number of allowed namespaces (MNAN).
         namespaces_max: u32 = 540,
         /// NQN of the subsystem, UTF-8, ended by a zero byte (SUBNQN).
         subsystem: [u8; 256] = 768,
-        /// Largest command capsule, 16 bytes, for fabrics (IOCCSZ).
+        /// Maximum command capsule, 16 bytes, for fabrics (IOCCSZ).
         command_capsule: u32 = 1792,
-        /// Largest response capsule, 16 bytes, for fabrics (IORCSZ).
+        /// Maximum response capsule, 16 bytes, for fabrics (IORCSZ).
         response_capsule: u32 = 1796,
         /// Offset of data in a capsule, 16 bytes, for fabrics (ICDOFF).
         capsule_data_offset: u16 = 1800,
@@ -176,12 +176,12 @@ identify! {
 }
 
 impl IdentifyController {
-    /// Where the power state descriptors begin.
+    /// Offset of the power state descriptors.
     pub const POWER_STATES_AT: usize = 2048;
     /// Bytes of a power state descriptor.
     pub const POWER_STATE_BYTES: usize = 32;
 
-    /// Longest transfer, bytes, with pages of 4096 << `page_min` bytes; `None` for unlimited.
+    /// Maximum transfer, bytes, with pages of 4096 << `page_min` bytes; `None` for unlimited.
     pub fn transfer_bytes_max(&self, page_min: u8) -> Option<u64> {
         let shift = 12 + u32::from(page_min) + u32::from(self.mdts);
         (self.mdts > 0).then(|| 1_u64.checked_shl(shift).unwrap_or(u64::MAX))
@@ -203,7 +203,7 @@ identify! {
     IdentifyNamespace {
         /// Size, blocks (NSZE).
         blocks: u64 = 0,
-        /// Blocks that may be allocated (NCAP). Zero if the namespace is not active.
+        /// Maximum allocated blocks (NCAP). Zero if the namespace is inactive.
         capacity: u64 = 8,
         /// Allocated blocks (NUSE).
         used: u64 = 16,
@@ -211,7 +211,7 @@ identify! {
         features: u8 = 24,
         /// LBA formats, less one (NLBAF).
         formats: u8 = 25,
-        /// Current LBA format in bits 0-3, metadata at the end of the data in bit 4 (FLBAS).
+        /// Current LBA format in bits 0-3; bit 4, metadata at the end of the data (FLBAS).
         format: u8 = 26,
         /// Metadata capabilities (MC).
         metadata: u8 = 27,
@@ -266,19 +266,19 @@ pub struct LbaFormat {
 }
 
 impl LbaFormat {
-    /// Smallest block, 512 bytes, as a power of two. Below it a format is not in use.
+    /// Minimum block, 512 bytes, as a power of two. Formats below it are unused.
     const BLOCK_SHIFT_MIN: u8 = 9;
-    /// Largest block that is taken, one page, as a power of two.
+    /// Maximum supported block, one page, as a power of two.
     const BLOCK_SHIFT_MAX: u8 = 12;
 
-    /// Whether blocks are 512 bytes to one page, so that the queue core can use them.
+    /// Whether blocks are 512 bytes to one page, as the queue core requires.
     pub fn is_usable(self) -> bool {
         (LbaFormat::BLOCK_SHIFT_MIN..=LbaFormat::BLOCK_SHIFT_MAX).contains(&self.block_shift)
     }
 }
 
 impl IdentifyNamespace {
-    /// Formats of a namespace that has 16, as all had before version 2.0.
+    /// Formats of a namespace with 16 formats, the only number before version 2.0.
     const FORMATS: u8 = 16;
 
     /// The LBA format of this index.
@@ -297,7 +297,7 @@ impl IdentifyNamespace {
     /// Sets the LBA format of this index.
     ///
     /// # Panics
-    /// If there is no such index.
+    /// If the index is out of range.
     pub fn set_lba_format(&mut self, index: u8, format: LbaFormat) {
         assert!(index < IdentifyNamespace::FORMATS, "LBA format {index}");
         let [low, high] = format.metadata_bytes.to_le_bytes();
@@ -305,17 +305,17 @@ impl IdentifyNamespace {
         self.lba_formats[at..at + 4].copy_from_slice(&[low, high, format.block_shift, format.performance & 3]);
     }
 
-    /// The LBA format in use, if it exists.
+    /// The LBA format in use, if valid.
     pub fn current_format(&self) -> Option<LbaFormat> {
         let index = self.format & 0xf;
         if index <= self.formats { self.lba_format(index) } else { None }
     }
 
-    /// Size in sectors of 512 bytes; `None` if the namespace is not active, or its format or size is not usable.
+    /// Size in sectors of 512 bytes; `None` if the namespace is inactive, or its format or size is unusable.
     pub fn capacity_sectors(&self) -> Option<u64> {
         let format = self.current_format().filter(|format| format.is_usable())?;
         let sectors = self.blocks.checked_mul((1 << format.block_shift) / SECTOR_BYTES)?;
-        // In bytes, too, it is to be a number.
+        // The size in bytes must not overflow, either.
         (self.capacity > 0 && sectors.checked_mul(SECTOR_BYTES).is_some()).then_some(sectors)
     }
 }

@@ -1,6 +1,6 @@
-//! I/O commands, controller side: a command becomes a bio, or the status to refuse it with.
+//! I/O commands, controller side: a command becomes a bio or an error status.
 //!
-//! All that a host writes is hostile. The command is a copy; its data pointers are walked once.
+//! All data written by a host is untrusted. The command is a copy; its data pointers are walked once.
 
 use blkyard_mq::{Bio, BioFlags, Op, SECTOR_SHIFT};
 
@@ -15,20 +15,20 @@ pub struct NamespaceFormat {
     pub blocks: u64,
     /// Size of a logical block as a power of two, 9 to 12.
     pub block_shift: u8,
-    /// Whether it is write protected.
+    /// Whether the namespace is write protected.
     pub read_only: bool,
 }
 
-/// A command that makes sense.
+/// A valid command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IoCommand {
     /// The bio is filled in.
     Bio,
-    /// The ranges are to be discarded: each fills a bio ([`IoParser::discard`]).
+    /// The ranges are to be discarded, each by a bio ([`IoParser::discard`]).
     Deallocate,
-    /// The bio has the range, and the segments with which its blocks are to be compared.
+    /// The bio has the range, and the segments of the data to compare it with.
     Compare,
-    /// The bio has the range, whose blocks are to be read without a transfer.
+    /// The bio has the range to read without a transfer.
     Verify,
     /// No operation is needed.
     Nothing,
@@ -42,12 +42,12 @@ pub struct IoParser {
 }
 
 impl IoParser {
-    /// A parser for transfers of at most `bytes_max` (MDTS), which takes SGLs.
+    /// A parser for transfers of at most `bytes_max` (MDTS) that accepts SGLs.
     pub fn new(bytes_max: u64) -> IoParser {
         IoParser { walker: DataWalker::new(bytes_max, true), ranges: Vec::with_capacity(usize::from(Sqe::RANGES_MAX)) }
     }
 
-    /// Most segments of a bio.
+    /// Maximum segments of a bio.
     pub fn segments_max(&self) -> usize {
         self.walker.segments_max()
     }
@@ -109,7 +109,7 @@ impl IoParser {
         Ok(IoCommand::Bio)
     }
 
-    /// Reads the ranges of a Dataset Management command. All are checked before any is discarded.
+    /// Parses the ranges of a Dataset Management command; all are checked before any is discarded.
     fn ranges(
         &mut self,
         sqe: &Sqe,
@@ -126,7 +126,7 @@ impl IoParser {
         self.walker.walk(map, sqe, (left * DSM_RANGE_BYTES) as u64, &mut bio.segments)?;
         self.ranges.clear();
         let (mut bytes, mut filled) = ([0; DSM_RANGE_BYTES], 0);
-        // A range may lie across segments.
+        // A range may cross segments.
         for segment in &bio.segments {
             let Some(span) = map.table().resolve(*segment) else {
                 return Err(NvmeStatus::DATA_TRANSFER_ERROR.with_dnr());
@@ -154,8 +154,8 @@ impl IoParser {
         Ok(IoCommand::Deallocate)
     }
 
-    /// Fills in the bio that discards the next range, the last one first; false once all are done. Empty ranges are
-    /// skipped, and those longer than a bio are discarded in parts.
+    /// Fills in a bio that discards the next range, in descending order; false once all are done. Empty ranges are
+    /// skipped, and ranges longer than a bio are split.
     pub fn discard(&mut self, namespace: &NamespaceFormat, bio: &mut Bio) -> bool {
         let blocks_max = u32::MAX >> namespace.sector_shift();
         while let Some(range) = self.ranges.pop() {
@@ -186,7 +186,7 @@ impl NamespaceFormat {
         if is_write && self.read_only { Err(NvmeStatus::WRITE_PROTECTED.with_dnr()) } else { Ok(()) }
     }
 
-    /// Sets the range of a bio, which was checked.
+    /// Sets the range of a bio; the range was checked.
     pub(crate) fn place(&self, range: DsmRange, bio: &mut Bio) {
         bio.sector = range.slba << self.sector_shift();
         bio.sectors = range.blocks << self.sector_shift();

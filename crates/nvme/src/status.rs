@@ -1,4 +1,4 @@
-//! Status codes, and their meaning for the queue core.
+//! Status codes, and their mapping to those of the queue core.
 
 use blkyard_mq::Status;
 
@@ -10,7 +10,7 @@ pub struct NvmeStatus(pub u16);
 const DNR: u16 = 0x4000;
 const MORE: u16 = 0x2000;
 const CODE: u16 = 0x7ff;
-/// Type of path errors.
+/// Status code type of path errors.
 const PATH: u8 = 3;
 
 macro_rules! codes {
@@ -18,7 +18,7 @@ macro_rules! codes {
         impl NvmeStatus {
             $($(#[$doc])* pub const $name: NvmeStatus = NvmeStatus($value);)+
 
-            /// In words, if the code is one of those named here.
+            /// Description, for the codes named here.
             pub fn name(self) -> Option<&'static str> {
                 match self.0 & CODE {
                     $($value => Some($text),)+
@@ -30,13 +30,13 @@ macro_rules! codes {
 }
 
 codes! {
-    /// Done as asked.
+    /// Successful completion.
     SUCCESS = 0x000, "success";
     /// Unknown opcode.
     INVALID_OPCODE = 0x001, "invalid opcode";
     /// A field has a value that is reserved or not supported.
     INVALID_FIELD = 0x002, "invalid field";
-    /// The command identifier is in use.
+    /// The command identifier is already in use.
     CID_CONFLICT = 0x003, "command identifier conflict";
     /// Data or list could not be transferred.
     DATA_TRANSFER_ERROR = 0x004, "data transfer error";
@@ -44,7 +44,7 @@ codes! {
     POWER_LOSS = 0x005, "aborted: power loss";
     /// Internal error.
     INTERNAL = 0x006, "internal error";
-    /// An Abort command was carried out.
+    /// Aborted by an Abort command.
     ABORT_REQUESTED = 0x007, "abort requested";
     /// The submission queue was deleted.
     SQ_DELETED = 0x008, "aborted: submission queue deleted";
@@ -56,15 +56,15 @@ codes! {
     INVALID_SGL_SEGMENT = 0x00d, "invalid SGL segment descriptor";
     /// A segment descriptor in an invalid position, or too many.
     INVALID_SGL_COUNT = 0x00e, "invalid number of SGL descriptors";
-    /// The SGL's length is not that of the data.
+    /// The SGL's length differs from that of the data.
     INVALID_DATA_SGL_LENGTH = 0x00f, "data SGL length invalid";
-    /// The metadata SGL's length is not that of the metadata.
+    /// The metadata SGL's length differs from that of the metadata.
     INVALID_METADATA_SGL_LENGTH = 0x010, "metadata SGL length invalid";
     /// A descriptor type or subtype that is not supported.
     INVALID_SGL_TYPE = 0x011, "SGL descriptor type invalid";
     /// A PRP entry with an invalid offset.
     INVALID_PRP_OFFSET = 0x013, "PRP offset invalid";
-    /// A data block's address or length is not in dwords.
+    /// A data block's address or length is not a multiple of a dword.
     INVALID_SGL_GRANULARITY = 0x01e, "SGL data block granularity invalid";
     /// The namespace is write protected.
     WRITE_PROTECTED = 0x020, "namespace is write protected";
@@ -72,7 +72,7 @@ codes! {
     COMMAND_INTERRUPTED = 0x021, "command interrupted";
     /// Beyond the end of the namespace.
     LBA_OUT_OF_RANGE = 0x080, "LBA out of range";
-    /// The namespace has no room left.
+    /// The namespace has no capacity left.
     CAPACITY_EXCEEDED = 0x081, "capacity exceeded";
     /// The namespace is not ready.
     NAMESPACE_NOT_READY = 0x082, "namespace not ready";
@@ -84,9 +84,9 @@ codes! {
     INVALID_QID = 0x101, "invalid queue identifier";
     /// The queue size is zero or too large.
     INVALID_QUEUE_SIZE = 0x102, "invalid queue size";
-    /// More Abort commands than the controller takes.
+    /// More Abort commands than the controller accepts.
     ABORT_LIMIT = 0x103, "abort command limit exceeded";
-    /// More Asynchronous Event Requests than the controller takes.
+    /// More Asynchronous Event Requests than the controller accepts.
     ASYNC_EVENT_LIMIT = 0x105, "asynchronous event request limit exceeded";
     /// The interrupt vector does not exist.
     INVALID_VECTOR = 0x108, "invalid interrupt vector";
@@ -98,11 +98,11 @@ codes! {
     FEATURE_NOT_SAVEABLE = 0x10d, "feature identifier not saveable";
     /// The feature cannot be changed.
     FEATURE_NOT_CHANGEABLE = 0x10e, "feature not changeable";
-    /// The feature is not that of a namespace.
+    /// The feature is not specific to a namespace.
     FEATURE_NOT_NAMESPACE = 0x10f, "feature not namespace specific";
     /// Attributes that conflict, such as overlapping ranges.
     CONFLICTING_ATTRIBUTES = 0x180, "conflicting attributes";
-    /// Protection information that does not fit the format.
+    /// Protection information that does not match the format.
     INVALID_PROTECTION = 0x181, "invalid protection information";
     /// A range that is read-only.
     READ_ONLY_RANGE = 0x182, "attempted write to read-only range";
@@ -110,9 +110,9 @@ codes! {
     ZONES_ACTIVE = 0x1bd, "too many active zones";
     /// Too many open zones.
     ZONES_OPEN = 0x1be, "too many open zones";
-    /// The medium did not take the data.
+    /// The medium failed a write.
     WRITE_FAULT = 0x280, "write fault";
-    /// The medium did not give the data.
+    /// The medium failed a read.
     UNRECOVERED_READ = 0x281, "unrecovered read error";
     /// Guard check of protection information.
     GUARD_CHECK = 0x282, "end-to-end guard check error";
@@ -124,7 +124,7 @@ codes! {
     COMPARE_FAILURE = 0x285, "compare failure";
     /// Access denied.
     ACCESS_DENIED = 0x286, "access denied";
-    /// The block is deallocated or was never written, and reading such is an error.
+    /// The block is deallocated or was never written, and reading it is configured as an error.
     DEALLOCATED = 0x287, "deallocated or unwritten logical block";
     /// Internal error of the path.
     PATH_INTERNAL = 0x300, "internal path error";
@@ -134,11 +134,11 @@ codes! {
     ANA_INACCESSIBLE = 0x302, "asymmetric access inaccessible";
     /// ANA: in transition.
     ANA_TRANSITION = 0x303, "asymmetric access transition";
-    /// The controller noticed a path error.
+    /// The controller detected a path error.
     CONTROLLER_PATH_ERROR = 0x360, "controller pathing error";
-    /// The host noticed a path error.
+    /// The host detected a path error.
     HOST_PATH_ERROR = 0x370, "host pathing error";
-    /// The host gave the command up.
+    /// The host cancelled the command.
     HOST_ABORTED = 0x371, "aborted by the host";
 }
 
@@ -153,13 +153,13 @@ impl NvmeStatus {
         self.0 as u8
     }
 
-    /// Type and code alone, for comparisons.
+    /// Type and code only, for comparisons.
     #[must_use]
     pub const fn without_flags(self) -> NvmeStatus {
         NvmeStatus(self.0 & CODE)
     }
 
-    /// Whether the command was done as asked.
+    /// Whether the command succeeded.
     #[inline]
     pub const fn is_success(self) -> bool {
         self.0 & CODE == 0
@@ -170,29 +170,29 @@ impl NvmeStatus {
         (self.0 >> 11 & 3) as u8
     }
 
-    /// Whether the error log says more.
+    /// Whether the error log has more information.
     pub const fn has_more(self) -> bool {
         self.0 & MORE != 0
     }
 
-    /// Whether a retry is bound to fail.
+    /// Whether a retry will fail.
     pub const fn is_final(self) -> bool {
         self.0 & DNR != 0
     }
 
-    /// Whether the path failed and not the command.
+    /// Whether the path failed, not the command.
     pub const fn is_path_error(self) -> bool {
         self.code_type() == PATH
     }
 
-    /// The same, not to be retried.
+    /// The same with "do not retry".
     #[must_use]
     pub const fn with_dnr(self) -> NvmeStatus {
         NvmeStatus(self.0 | DNR)
     }
 
-    /// Its status in the queue core. Linux's TARGET, PROTECTION, RESV_CONFLICT, TRANSPORT and zone statuses have no
-    /// counterpart there and become [`Status::Io`].
+    /// The corresponding status of the queue core. Linux's TARGET, PROTECTION, RESV_CONFLICT, TRANSPORT and zone
+    /// statuses have no counterpart there and become [`Status::Io`].
     pub fn to_status(self) -> Status {
         match self.without_flags() {
             NvmeStatus::SUCCESS => Status::Ok,
@@ -211,19 +211,18 @@ impl NvmeStatus {
         }
     }
 
-    /// A controller's status for one of the queue core, if the command wrote: a medium that fails a write did not take
-    /// the data.
+    /// The controller's status for one of the queue core, for a command that wrote: a medium error is a write fault.
     pub fn from_write_status(status: Status) -> NvmeStatus {
         if status == Status::Medium { NvmeStatus::WRITE_FAULT } else { NvmeStatus::from_status(status) }
     }
 
-    /// The same, with an entry of the error log that says more.
+    /// The same with "more": the error log has an entry.
     #[must_use]
     pub const fn with_more(self) -> NvmeStatus {
         NvmeStatus(self.0 | MORE)
     }
 
-    /// A controller's status for one of the queue core.
+    /// The controller's status for one of the queue core.
     pub fn from_status(status: Status) -> NvmeStatus {
         match status {
             Status::Ok => NvmeStatus::SUCCESS,

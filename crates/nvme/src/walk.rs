@@ -1,8 +1,8 @@
 //! Data pointers of commands, controller side: PRP entries and lists, and SGLs, become segments.
 //!
-//! All input of a host is hostile. Each list is copied out of shared memory once, in parts, and the copy is checked.
-//! The number of steps is bounded by the length of the data and by [`SGL_DESCRIPTORS_MAX`]. A refusal has the exact
-//! status, with "do not retry".
+//! All input of a host is untrusted. Each list is copied out of shared memory once, in parts, and the copy is checked.
+//! The number of steps is bounded by the length of the data and by [`SGL_DESCRIPTORS_MAX`]. Invalid input gives the
+//! exact status, with "do not retry".
 
 use blkyard_mem::Segment;
 
@@ -15,22 +15,22 @@ const PRP_BYTES: usize = 8;
 /// Walks the data pointers of commands. Owned by one queue.
 #[derive(Debug)]
 pub struct DataWalker {
-    /// Longest transfer, bytes (MDTS).
+    /// Maximum transfer, bytes (MDTS).
     bytes_max: u64,
-    /// Whether SGLs are taken: not on the admin queue.
+    /// Whether SGLs are accepted, as on all queues except the admin queue.
     takes_sgl: bool,
     /// A copy of one list page.
     page: Box<[u8; PAGE_BYTES]>,
 }
 
-/// The segments of one command, as they are found.
+/// Segments of one command during a walk.
 struct FoundData<'a> {
     map: &'a DmaMap,
     segments: &'a mut Vec<Segment>,
 }
 
 impl FoundData<'_> {
-    /// Adds the bytes at an address.
+    /// Appends the bytes at an address.
     fn push(&mut self, mut addr: u64, mut len: u32) -> Result<(), NvmeStatus> {
         while len > 0 {
             let piece = self.map.segment(addr, len).ok_or(refused(NvmeStatus::DATA_TRANSFER_ERROR))?;
@@ -51,23 +51,22 @@ impl DataWalker {
     /// Transfers of at most `bytes_max`, which is at most 1 GiB.
     ///
     /// # Panics
-    /// If it is more.
+    /// If `bytes_max` is larger.
     pub fn new(bytes_max: u64, takes_sgl: bool) -> DataWalker {
         assert!(bytes_max <= 1 << 30, "transfers of {bytes_max} bytes");
         DataWalker { bytes_max, takes_sgl, page: Box::new([0; PAGE_BYTES]) }
     }
 
-    /// Most segments that a command can have: a list with room for so many never grows.
+    /// Maximum segments of a command: a list with this capacity never grows.
     pub fn segments_max(&self) -> usize {
-        // A piece for each page, and one more for each descriptor that begins or ends within a page.
+        // One segment for each page, and one more for each descriptor that starts or ends within a page.
         (self.bytes_max / PAGE) as usize + 2 * SGL_DESCRIPTORS_MAX
     }
 
-    /// Replaces `segments` by those of a command's data, which is `bytes` long. Those that continue each other are
-    /// joined.
+    /// Replaces `segments` by those of a command's data, which is `bytes` long. Contiguous segments are joined.
     ///
     /// # Errors
-    /// The status to complete the command with. `segments` is of no meaning then.
+    /// The status to complete the command with. The content of `segments` is unspecified then.
     pub fn walk(&mut self, map: &DmaMap, sqe: &Sqe, bytes: u64, segments: &mut Vec<Segment>) -> Result<(), NvmeStatus> {
         segments.clear();
         if bytes > self.bytes_max {
@@ -97,8 +96,8 @@ impl DataWalker {
         }
     }
 
-    /// The last entry of a page is the address of the next list page if more than one page of data is left, wherever in
-    /// its page the list began.
+    /// The last entry of a list page is the address of the next list page if more than one page of data remains, at any
+    /// start offset of the list in its page.
     fn prp_list(&mut self, mut list: u64, mut left: u64, found: &mut FoundData<'_>) -> Result<(), NvmeStatus> {
         if !list.is_multiple_of(PRP_BYTES as u64) {
             return Err(refused(NvmeStatus::INVALID_PRP_OFFSET));
@@ -138,7 +137,7 @@ impl DataWalker {
         if walk.left == 0 { Ok(()) } else { Err(refused(NvmeStatus::INVALID_DATA_SGL_LENGTH)) }
     }
 
-    /// Takes the descriptors of a segment, and returns the one that follows it.
+    /// Takes the descriptors of a segment, and returns the next segment descriptor.
     fn sgl_segment(
         &mut self,
         segment: &SglSegment,
@@ -165,7 +164,7 @@ impl DataWalker {
             let is_end = (number + 1) * SGL_BYTES == len;
             next = walk.take([word(0), word(8)], is_end, found)?;
         }
-        // A last segment ends there, any other continues.
+        // A last segment ends the walk; any other continues.
         if next.is_some() == segment.is_last {
             return Err(refused(NvmeStatus::INVALID_SGL_SEGMENT));
         }
@@ -180,15 +179,15 @@ struct SglSegment {
     is_last: bool,
 }
 
-/// How far an SGL was walked.
+/// Position of an SGL walk.
 struct SglWalk {
-    /// Bytes of data that are still to come.
+    /// Remaining bytes of data.
     left: u64,
     descriptors: usize,
 }
 
 impl SglWalk {
-    /// Takes a descriptor: the data of a data block, or a segment that follows, which only the end of one may name.
+    /// Takes a descriptor: a data block, or a segment descriptor, which is only valid at the end of a segment.
     fn take(
         &mut self,
         descriptor: [u64; 2],
@@ -198,7 +197,7 @@ impl SglWalk {
         let [addr, rest] = descriptor;
         let (len, kind) = (rest as u32, (rest >> 56) as u8);
         self.descriptors += 1;
-        // The one in the command and a segment descriptor are not of the list.
+        // The descriptor in the command and segment descriptors are not counted as list entries.
         if self.descriptors > SGL_DESCRIPTORS_MAX + 2 {
             return Err(refused(NvmeStatus::INVALID_SGL_COUNT));
         }
@@ -225,7 +224,7 @@ fn page_aligned(addr: u64) -> Result<u64, NvmeStatus> {
     if addr.is_multiple_of(PAGE) { Ok(addr) } else { Err(refused(NvmeStatus::INVALID_PRP_OFFSET)) }
 }
 
-/// A host's mistake is permanent.
+/// A host's error is permanent.
 const fn refused(status: NvmeStatus) -> NvmeStatus {
     status.with_dnr()
 }

@@ -1,7 +1,8 @@
 //! Admin commands of a controller.
 //!
-//! A command is completed at once, or kept until the owners of I/O queues have answered ([`PendingAdmin`]). Input of a
-//! host is hostile: each command is a copy, checked field by field, and the first fault gives the status.
+//! A command is completed at once, or pending until the owners of I/O queues have answered ([`PendingAdmin`]). Input of
+//! a host is untrusted: each command is a copy, checked field by field, and the first invalid field determines the
+//! status.
 
 use std::sync::Arc;
 
@@ -15,20 +16,20 @@ use crate::doorbell::ShadowDoorbells;
 use crate::registers::ControllerConfig;
 use crate::{IDENTIFY_BYTES, NvmeStatus, PAGE, Sqe, admin, cns};
 
-/// Entry sizes that CC must have before queues are created, as powers of two.
+/// Entry sizes required in CC before queues are created, as powers of two.
 const ENTRY_SHIFTS: (u8, u8) = (6, 4);
 
 /// Result of an admin command.
 pub(super) enum AdminOutcome {
-    /// It is complete, with this result.
+    /// Complete, with this result.
     Done(u64),
-    /// It waits for owners of queues.
+    /// Pending until owners of queues have answered.
     Pending(PendingAdmin),
-    /// It waits for an event.
+    /// Pending until an event.
     Event,
 }
 
-/// Event for which an admin command waits.
+/// Event that an admin command waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum PendingAdmin {
     DeleteSq(u16),
@@ -37,9 +38,9 @@ pub(super) enum PendingAdmin {
         sqid: u16,
         cid: u16,
     },
-    /// So many owners are to use the shadow doorbells.
+    /// Use of the shadow doorbells by this number of owners.
     Doorbells(usize),
-    /// The volatile write cache is flushed, by this number.
+    /// Flush of the volatile write cache, by this number.
     Flush(u64),
 }
 
@@ -50,7 +51,7 @@ fn refuse<T>(status: NvmeStatus) -> Result<T, NvmeStatus> {
 }
 
 impl Controller {
-    /// Executes an admin command that was fetched.
+    /// Executes a fetched admin command.
     pub(super) fn execute(&mut self, token: u16, sqe: &Sqe) {
         let outcome = if sqe.fused() == 0 { self.dispatch(sqe) } else { refuse(NvmeStatus::INVALID_FIELD) };
         match outcome {
@@ -63,7 +64,7 @@ impl Controller {
                 }
             }
             Err(status) => {
-                // An unknown command: the log names the wrong byte, the opcode.
+                // An unknown command: the error log points to byte 0, the opcode.
                 let location = if status.without_flags() == NvmeStatus::INVALID_OPCODE { 0 } else { u16::MAX };
                 let status = status.with_more();
                 let (cid, nsid) = (sqe.cid(), sqe.nsid());
@@ -91,8 +92,8 @@ impl Controller {
                 Ok(AdminOutcome::Done(0))
             }
             admin::DOORBELL_BUFFER => self.doorbell_buffer(sqe),
-            // Format NVM and namespace management among them: data is erased and disks are made by the owner of the
-            // daemon, and identify data says so (OACS).
+            // This includes Format NVM and namespace management: disks are made and erased by the daemon's operator,
+            // and identify data (OACS) says so.
             _ => refuse(NvmeStatus::INVALID_OPCODE),
         }
     }
@@ -103,7 +104,7 @@ impl Controller {
         if entries < 2 || entries > u32::from(self.options.queue_entries) || entry_shift != entry_shift_wanted {
             return refuse(NvmeStatus::INVALID_QUEUE_SIZE);
         }
-        // CAP.CQR: physically contiguous only.
+        // CAP.CQR: queues must be physically contiguous.
         if sqe.dword(11) & 1 == 0 {
             return refuse(NvmeStatus::INVALID_FIELD);
         }
@@ -191,7 +192,7 @@ impl Controller {
             return refuse(NvmeStatus::ABORT_LIMIT);
         }
         if sqid == 0 {
-            // Commands of the admin queue are complete, or wait for others; only requests for events can go.
+            // Commands of the admin queue are complete or wait for other commands; only event requests can be aborted.
             let is_aborted = self.events.has_request(cid)
                 && self.admin.as_mut().is_some_and(|pair| pair.complete_detached(cid, NvmeStatus::ABORT_REQUESTED, 0));
             if is_aborted {
@@ -205,7 +206,7 @@ impl Controller {
                 self.ask(cqid, ControllerQueueCommand::Abort { sqid, cid });
                 Ok(AdminOutcome::Pending(PendingAdmin::Abort { sqid, cid }))
             }
-            // Not aborted: there is no such command.
+            // Not aborted: the command does not exist.
             None => Ok(AdminOutcome::Done(1)),
         }
     }
@@ -217,14 +218,14 @@ impl Controller {
         let invalid = NvmeStatus::INVALID_NAMESPACE;
         let is_valid = (1..=self.namespaces.identifiers()).contains(&nsid);
         match what {
-            // There is no namespace management: all ones names no namespace either. Inactive ones read as zeroes.
+            // Without namespace management, all ones is no valid namespace either. Inactive namespaces read as zeros.
             cns::NAMESPACE | cns::CSI_NAMESPACE | cns::INDEPENDENT_NAMESPACE if !is_valid => return refuse(invalid),
             cns::NAMESPACE => {
                 if let Ok(namespace) = self.namespaces.find(nsid) {
                     namespace.identify().write(&mut bytes);
                 }
             }
-            // No protection information, no zones: zeroes.
+            // Zeros: no protection information, no zones.
             cns::CSI_NAMESPACE => {}
             cns::INDEPENDENT_NAMESPACE => {
                 if let Ok(namespace) = self.namespaces.find(nsid) {
@@ -255,12 +256,12 @@ impl Controller {
         let offset = u64::from(sqe.dword(12)) | u64::from(sqe.dword(13)) << 32;
         let queues = self.cqs.iter().flatten().map(|queue| &queue.shared);
         let Some(page) = self.logs.page(id, queues) else { return refuse(NvmeStatus::INVALID_LOG_PAGE) };
-        // Logs are the controller's (LPA bit 0), offsets are in bytes.
+        // Logs are those of the controller (LPA bit 0); offsets are in bytes.
         let has_index = sqe.dword(14) & 1 << 23 != 0;
         if !matches!(sqe.nsid(), 0 | u32::MAX) || has_index || !offset.is_multiple_of(4) || offset > page.len() as u64 {
             return refuse(NvmeStatus::INVALID_FIELD);
         }
-        // Before anything is made of that length.
+        // Checked before that length is used.
         if bytes > u64::from(self.options.transfer_bytes) {
             return refuse(NvmeStatus::INVALID_FIELD);
         }
@@ -289,7 +290,7 @@ impl Controller {
             FeatureEffect::WriteCache(is_enabled) => {
                 self.set_write_through(!is_enabled);
                 if !is_enabled {
-                    // Earlier writes are to be as durable as later ones.
+                    // Writes that completed earlier must become durable, too.
                     return Ok(AdminOutcome::Pending(PendingAdmin::Flush(self.request_flush())));
                 }
             }
@@ -333,7 +334,7 @@ impl Controller {
         })
     }
 
-    /// The two pages of shadow doorbells, if they are mapped.
+    /// The two pages of shadow doorbells, if mapped.
     pub(super) fn shadow_at(&self, doorbells: u64, events: u64) -> Option<ShadowDoorbells> {
         let page = |addr| self.memory.map().view(addr, PAGE as usize);
         Some(ShadowDoorbells { doorbells: page(doorbells)?, events: page(events)? })

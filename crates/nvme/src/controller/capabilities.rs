@@ -7,9 +7,9 @@ use crate::{IDENTIFY_BYTES, IdentifyController, NvmeStatus, PAGE, Sqe, admin, cn
 
 /// Version 2.0.
 pub(crate) const VERSION: u32 = 2 << 16;
-/// Aborts at one time.
+/// Maximum concurrent Abort commands.
 pub(crate) const ABORTS_MAX: usize = 4;
-/// Temperature from which on a controller warns, K. There is no sensor.
+/// Warning temperature, K. There is no sensor.
 pub(crate) const WARNING_KELVIN: u16 = 343;
 const CRITICAL_KELVIN: u16 = 353;
 /// Granularity of the keep-alive timer, 100 ms: a second.
@@ -31,7 +31,7 @@ pub(crate) const ADMIN_COMMANDS: [u8; 12] = [
     admin::DOORBELL_BUFFER,
 ];
 
-/// How a controller is made.
+/// Options of a controller.
 #[derive(Clone, Debug)]
 pub struct ControllerOptions {
     /// Serial number, ASCII.
@@ -44,15 +44,15 @@ pub struct ControllerOptions {
     pub subsystem: String,
     /// Controller identifier (CNTLID).
     pub controller_id: u16,
-    /// Most I/O submission and completion queues, each.
+    /// Maximum I/O submission queues, and maximum I/O completion queues.
     pub io_queues: u16,
-    /// Most entries of an I/O queue.
+    /// Maximum entries of an I/O queue.
     pub queue_entries: u16,
-    /// Commands in flight of an I/O completion queue.
+    /// Maximum commands in flight of an I/O completion queue.
     pub depth: u16,
     /// Interrupt vectors. Vector 0 is that of the admin queue.
     pub vectors: u16,
-    /// Longest transfer, bytes: a page times a power of two.
+    /// Maximum transfer, bytes: a page times a power of two.
     pub transfer_bytes: u32,
 }
 
@@ -74,13 +74,13 @@ impl Default for ControllerOptions {
 }
 
 impl ControllerOptions {
-    /// Most I/O queues: the doorbells of all, the admin queue among them, fit a shadow doorbell page.
+    /// Maximum I/O queues: all doorbells, including the admin queue's, fit a shadow doorbell page.
     pub const IO_QUEUES_MAX: u16 = (PAGE / 8) as u16 - 1;
-    /// Longest transfer of all, bytes.
+    /// Upper bound of the maximum transfer, bytes.
     pub const TRANSFER_BYTES_MAX: u32 = 4 << 20;
 
     /// # Panics
-    /// If a number is out of range: options are our own.
+    /// If a number is out of range; options come from the caller.
     pub(crate) fn check(&self) {
         let pages = u64::from(self.transfer_bytes) / PAGE;
         assert!(
@@ -152,21 +152,21 @@ impl ControllerOptions {
     }
 }
 
-/// CAP.TO and CRTO, in 500 ms: as long as a host may wait for a device that recovers.
+/// CAP.TO and CRTO, in 500 ms: long enough for a device that recovers.
 pub(crate) const READY_500MS: u8 = 120;
 
-/// Refuses an Identify command that is for another command set than NVM.
+/// Refuses an Identify command for a command set other than NVM.
 pub(crate) fn check_command_set(sqe: &Sqe) -> Result<(), NvmeStatus> {
     let has_set = matches!(sqe.dword(10) as u8, cns::CSI_NAMESPACE | cns::CSI_CONTROLLER);
     if has_set && sqe.dword(11) >> 24 != 0 { Err(NvmeStatus::INVALID_FIELD.with_dnr()) } else { Ok(()) }
 }
 
-/// Identify data of the controller that is the NVM command set's (CNS 06h): no limits beside MDTS.
+/// Identify data of the controller for the NVM command set (CNS 06h): no limits besides MDTS.
 pub(crate) fn identify_nvm(bytes: &mut [u8; IDENTIFY_BYTES]) {
     bytes.fill(0);
 }
 
-/// ASCII, padded with blanks, cut to fit. Other characters become question marks.
+/// ASCII, padded with blanks, truncated to fit. Other characters become question marks.
 fn padded<const N: usize>(text: &str) -> [u8; N] {
     let mut bytes = [b' '; N];
     for (byte, character) in bytes.iter_mut().zip(text.chars()) {
@@ -175,7 +175,7 @@ fn padded<const N: usize>(text: &str) -> [u8; N] {
     bytes
 }
 
-/// UTF-8, ended by a zero byte, cut to fit.
+/// UTF-8, ended by a zero byte, truncated to fit.
 fn terminated<const N: usize>(text: &str) -> [u8; N] {
     let mut bytes = [0; N];
     let end = text.floor_char_boundary(N - 1);

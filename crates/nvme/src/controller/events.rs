@@ -1,24 +1,24 @@
-//! Asynchronous events of a controller: those that happened, and the requests that wait for them.
+//! Asynchronous events of a controller: pending events, and the host's requests for them.
 
 use std::collections::VecDeque;
 
 use super::logs::lid;
 
-/// Most Asynchronous Event Requests at one time.
+/// Maximum Asynchronous Event Requests.
 pub(crate) const REQUESTS_MAX: usize = 4;
-/// Bits of the configuration (feature 0Bh) that may be set: SMART warnings, and changes of namespaces.
+/// Bits of the configuration (feature 0Bh) that may be set: SMART warnings and namespace changes.
 pub(crate) const CONFIGURABLE: u32 = 0xff | NAMESPACE_NOTICES;
 /// Namespace attribute notices.
 const NAMESPACE_NOTICES: u32 = 1 << 8;
 
-/// An event that a host can be notified of.
+/// An event that can be reported to a host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ControllerEvent {
     /// A doorbell of a queue that does not exist was written.
     InvalidDoorbellRegister,
-    /// A doorbell was written a value that its queue does not allow.
+    /// A doorbell was written with an invalid value.
     InvalidDoorbellValue,
-    /// Namespaces have come, gone or changed.
+    /// Namespaces were added, removed or changed.
     NamespacesChanged,
 }
 
@@ -48,16 +48,16 @@ impl ControllerEvent {
 /// Events and requests.
 #[derive(Debug, Default)]
 pub(crate) struct PendingEvents {
-    /// Each once.
+    /// Pending events, each once.
     events: VecDeque<ControllerEvent>,
     /// The cids of requests, in order.
     requests: VecDeque<u16>,
-    /// A bit for each type of event that was reported and whose log page was not read since.
+    /// One bit for each event type that was reported and whose log page was not read since.
     masked: u8,
 }
 
 impl PendingEvents {
-    /// Adds an event. One that is not reported yet is kept once; notices only if they are configured.
+    /// Adds an event, unless it is already pending; notices only if they are enabled.
     pub(crate) fn push(&mut self, event: ControllerEvent, configuration: u32) {
         let is_wanted = event != ControllerEvent::NamespacesChanged || configuration & NAMESPACE_NOTICES != 0;
         if is_wanted && !self.events.contains(&event) {
@@ -65,12 +65,12 @@ impl PendingEvents {
         }
     }
 
-    /// Keeps a request, for which there is room.
+    /// Stores a request; there must be room for it.
     pub(crate) fn add_request(&mut self, cid: u16) {
         self.requests.push_back(cid);
     }
 
-    /// Whether one more request can be kept.
+    /// Whether another request can be stored.
     pub(crate) fn has_room(&self) -> bool {
         self.requests.len() < REQUESTS_MAX
     }
@@ -80,25 +80,25 @@ impl PendingEvents {
         self.requests.contains(&cid)
     }
 
-    /// Removes a request that was aborted.
+    /// Removes an aborted request.
     pub(crate) fn remove_request(&mut self, cid: u16) {
         self.requests.retain(|request| *request != cid);
     }
 
-    /// The next event to tell of, and the request to complete with it.
+    /// The next event to report, and the request to complete with it.
     pub(crate) fn next(&self) -> Option<(u16, ControllerEvent)> {
         let is_open = |event: &&ControllerEvent| self.masked & 1 << event.parts().0 == 0;
         Some((*self.requests.front()?, *self.events.iter().find(is_open)?))
     }
 
-    /// The next event was reported to the host.
+    /// Removes the next event after it was reported.
     pub(crate) fn told(&mut self, event: ControllerEvent) {
         self.requests.pop_front();
         self.events.retain(|other| *other != event);
         self.masked |= 1 << event.parts().0;
     }
 
-    /// The host has read a log page: it knows all events of that page, and later ones are reported again.
+    /// Unmasks the event type of a log page that the host has read.
     pub(crate) fn was_read(&mut self, page: u8) {
         self.events.retain(|event| event.parts().2 != page);
         for event in ControllerEvent::ALL.into_iter().filter(|event| event.parts().2 == page) {

@@ -1,6 +1,6 @@
 //! Features of a controller: Set Features and Get Features.
 //!
-//! None can be saved: each has its default after a reset.
+//! No feature can be saved: each has its default after a reset.
 
 use super::events::CONFIGURABLE;
 use super::logs::lid;
@@ -25,31 +25,31 @@ const _: () = assert!(lid::FEATURE_EFFECTS == 0x12);
 
 /// Bytes of the data of the Timestamp feature.
 pub(crate) const TIMESTAMP_BYTES: usize = 8;
-/// Initial temperature thresholds, K: never exceeded, in either direction.
+/// Initial temperature thresholds, K: never crossed in either direction.
 const OVER_KELVIN: u16 = super::capabilities::WARNING_KELVIN;
-/// Power states that dword 11 can name.
+/// Number of power states that dword 11 can encode.
 const POWER_STATES: u32 = 32;
 /// Set Features: save.
 const SAVE: u32 = 1 << 31;
 const NANOS_PER_MILLI: u64 = 1_000_000;
 
-/// Which value of a feature is asked for (SEL).
+/// Requested value of a feature (SEL).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum FeatureSelect {
     Current,
-    /// Saved values are the defaults: nothing is saved.
+    /// Saved values equal the defaults.
     Default,
     Capabilities,
 }
 
-/// State beside the features that a feature command uses.
+/// Other state used by feature commands.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct FeatureContext {
-    /// Any namespace has a volatile cache.
+    /// Whether any namespace has a volatile cache.
     pub(crate) has_cache: bool,
-    /// An I/O queue exists.
+    /// Whether an I/O queue exists.
     pub(crate) has_queues: bool,
-    /// Largest valid namespace identifier.
+    /// Maximum valid namespace identifier.
     pub(crate) identifiers: u32,
     pub(crate) now_ns: u64,
 }
@@ -57,11 +57,11 @@ pub(crate) struct FeatureContext {
 /// Side effect of a feature command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FeatureEffect {
-    /// None.
+    /// No side effect.
     Nothing,
     /// The volatile write cache was enabled or disabled.
     WriteCache(bool),
-    /// The keep-alive timer starts anew.
+    /// The keep-alive timer restarts.
     KeepAlive,
     /// Get Features: the timestamp is to be transferred.
     SendTimestamp([u8; TIMESTAMP_BYTES]),
@@ -75,15 +75,15 @@ pub(crate) struct Features {
     thresholds: [u16; 2],
     error_recovery: u32,
     write_cache: bool,
-    /// I/O submission and completion queues that the host may create.
+    /// Maximum I/O submission and completion queues of the host.
     queues: [u16; 2],
     queues_max: u16,
     coalescing: u32,
-    /// By vector: no coalescing.
+    /// Coalescing disabled, by vector.
     vectors: Vec<bool>,
     atomicity: u32,
     pub(crate) async_events: u32,
-    /// Milliseconds since 1970, and at which time that was set; whether the host did.
+    /// Milliseconds since 1970 and the time when they were set; whether the host has set them.
     timestamp: (u64, u64, bool),
     keep_alive_ms: u32,
 }
@@ -106,22 +106,22 @@ impl Features {
         }
     }
 
-    /// Submission and completion queues that the host may create.
+    /// Maximum submission and completion queues of the host.
     pub(crate) fn queues(&self) -> [u16; 2] {
         self.queues
     }
 
-    /// Keep-alive timeout, ns, if there is one.
+    /// Keep-alive timeout, ns, if set.
     pub(crate) fn keep_alive_ns(&self) -> Option<u64> {
         (self.keep_alive_ms > 0).then(|| u64::from(self.keep_alive_ms) * NANOS_PER_MILLI)
     }
 
-    /// Whether Set Features has data, and how many bytes.
+    /// Bytes of the data of a Set Features command, if any.
     pub(crate) fn set_bytes(sqe: &Sqe) -> usize {
         if sqe.dword(10) as u8 == feature::TIMESTAMP { TIMESTAMP_BYTES } else { 0 }
     }
 
-    /// Set Features. `data` is that of the command. Returns dword 0 of the completion.
+    /// Set Features with the command's `data`. Returns dword 0 of the completion.
     pub(crate) fn set(
         &mut self,
         sqe: &Sqe,
@@ -139,7 +139,7 @@ impl Features {
         let mut result = 0;
         match fid {
             feature::ARBITRATION => self.arbitration = value,
-            // There is one power state.
+            // Only one power state exists.
             feature::POWER if value % POWER_STATES == 0 => {}
             feature::TEMPERATURE => self.thresholds[threshold(value)?] = value as u16,
             // Deallocated blocks read without an error (DULBE).
@@ -212,7 +212,7 @@ impl Features {
             feature::ASYNC_EVENTS => features.async_events,
             feature::TIMESTAMP => return Ok((0, FeatureEffect::SendTimestamp(features.timestamp(context.now_ns)))),
             feature::KEEP_ALIVE => features.keep_alive_ms,
-            // The one power state.
+            // The only power state.
             _ => 0,
         };
         Ok((result, FeatureEffect::Nothing))
@@ -246,7 +246,7 @@ fn check_namespace(fid: u8, nsid: u32, context: &FeatureContext) -> Result<(), N
     }
 }
 
-/// Which threshold: over (0) or under (1) of the composite temperature, or of all sensors.
+/// Selected threshold: over (0) or under (1), of the composite temperature or of all sensors.
 fn threshold(value: u32) -> Result<usize, NvmeStatus> {
     match (value >> 16 & 0xf, value >> 20 & 3) {
         (0 | 0xf, kind @ (0 | 1)) => Ok(kind as usize),

@@ -1,9 +1,9 @@
 //! A completion queue with the submission queues that complete to it.
 //!
-//! Owned by one thread: the entries of the completion ring are shared by all its submission rings, so they cannot be
-//! apart. Submission queues are served round robin, one command each (CC.AMS 0, arbitration burst 1). No command is
-//! fetched unless its completion has an entry. A submission ring whose doorbell is broken stops alone; a completion
-//! ring whose doorbell is broken stops them all.
+//! Owned by one thread, since all submission rings share the entries of the completion ring. Submission queues are
+//! served round robin, one command each (CC.AMS 0, arbitration burst 1). A command is fetched only if its completion
+//! has an entry. A submission ring with an invalid doorbell stops alone; a completion ring with an invalid doorbell
+//! stops them all.
 
 use super::pair::Fetched;
 use super::rings::{CompletionRing, DoorbellFault, SubmissionRing, TokenTable};
@@ -15,9 +15,9 @@ use crate::{DmaMap, NvmeStatus};
 struct GroupMember {
     ring: SubmissionRing,
     in_flight: u16,
-    /// It is being deleted.
+    /// Whether it is being deleted.
     is_stopping: bool,
-    /// Its fault was taken note of.
+    /// Whether its fault was recorded.
     is_fault_told: bool,
 }
 
@@ -25,12 +25,12 @@ struct GroupMember {
 #[derive(Debug)]
 pub(crate) struct QueueGroup {
     cq: CompletionRing,
-    /// Places are kept while commands of them are out.
+    /// An index is kept while commands of its queue are in flight.
     members: Vec<Option<GroupMember>>,
     tokens: TokenTable,
-    /// Submission queue that is next.
+    /// Index of the next submission queue.
     turn: usize,
-    /// Submission queues that are being removed.
+    /// Number of submission queues being removed.
     removing: usize,
     is_fault_told: bool,
 }
@@ -47,7 +47,7 @@ impl QueueGroup {
         self.cq.depth() + 1
     }
 
-    /// Commands that are handed out.
+    /// Number of commands in flight.
     pub(crate) fn in_flight(&self) -> usize {
         self.tokens.in_flight()
     }
@@ -61,7 +61,7 @@ impl QueueGroup {
         }
     }
 
-    /// Stops fetching of a submission queue: it is removed when its last command is complete.
+    /// Stops fetching from a submission queue; it is removed when its last command is complete.
     pub(crate) fn begin_removal(&mut self, qid: u16) {
         if let Some(member) = self.members.iter_mut().flatten().find(|member| member.ring.qid == qid) {
             member.is_stopping = true;
@@ -81,12 +81,12 @@ impl QueueGroup {
         place.take().map(|member| member.ring.qid)
     }
 
-    /// Fetches the next command of the next submission queue, if there is one, a token is free and its completion has
-    /// room. Broken and empty queues are skipped.
+    /// Fetches the next command of the next submission queue, if a command and a token are available and its completion
+    /// has room. Queues that are stopped or empty are skipped.
     #[inline]
     pub(crate) fn fetch(&mut self) -> Option<Fetched> {
         let mut empty = 0;
-        // Each cid that is in use takes an entry of the completion ring, so this ends.
+        // Each cid in use holds an entry of the completion ring, so this ends.
         while empty < self.members.len() {
             let place = if self.turn < self.members.len() { self.turn } else { 0 };
             let member = self.members[place].as_mut().filter(|member| !member.is_stopping);
@@ -115,10 +115,10 @@ impl QueueGroup {
         None
     }
 
-    /// Completes a command that was handed out, in any order. Returns its submission queue and cid.
+    /// Completes a command in flight, in any order. Returns its submission queue and cid.
     ///
     /// # Panics
-    /// If the token is not out.
+    /// If the token is not in use.
     #[inline]
     pub(crate) fn complete(&mut self, token: u16, status: NvmeStatus, result: u64) -> (u16, u16) {
         let (place, cid) = self.tokens.put(token);
@@ -132,7 +132,7 @@ impl QueueGroup {
         (member.ring.qid, cid)
     }
 
-    /// Whether completions were written since the last call: the host is to be interrupted.
+    /// Whether completions were written since the last call, so that the host must be interrupted.
     #[inline]
     pub(crate) fn take_posted(&mut self) -> bool {
         self.cq.take_posted()
@@ -145,7 +145,7 @@ impl QueueGroup {
         self.tokens.find(place as u16, cid)
     }
 
-    /// A doorbell that was found broken, once each: the submission queue, or zero for the completion queue.
+    /// An invalid doorbell that was not returned before: the submission queue, or zero for the completion queue.
     pub(crate) fn take_fault(&mut self) -> Option<(u16, DoorbellFault)> {
         if let Some(fault) = self.cq.fault().filter(|_| !self.is_fault_told) {
             self.is_fault_told = true;
@@ -158,7 +158,7 @@ impl QueueGroup {
         })
     }
 
-    /// Asks the host to write the doorbell registers when it moves on. Says whether a command can be fetched already.
+    /// Requests writes of the doorbell registers. Returns whether a command is already available.
     pub(crate) fn arm(&mut self) -> bool {
         let mut has_next = false;
         for member in self.members.iter_mut().flatten().filter(|member| !member.is_stopping) {
@@ -168,7 +168,7 @@ impl QueueGroup {
         has_next && has_room && self.tokens.has_free()
     }
 
-    /// Goes on with other doorbells: see [`CompletionRing::rebind`].
+    /// Switches to other doorbells: see [`CompletionRing::rebind`].
     pub(crate) fn rebind(&mut self, doorbells: &Doorbells, is_new: bool) {
         self.cq.rebind(doorbells, is_new);
         for member in self.members.iter_mut().flatten() {
@@ -176,7 +176,7 @@ impl QueueGroup {
         }
     }
 
-    /// Finds all rings anew in memory that has changed. Says whether all are mapped.
+    /// Finds all rings in changed memory. Returns whether all are mapped.
     pub(crate) fn remap(&mut self, map: &DmaMap) -> bool {
         self.members.iter_mut().flatten().fold(self.cq.remap(map), |mapped, member| member.ring.remap(map) && mapped)
     }

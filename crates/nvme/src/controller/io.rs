@@ -1,20 +1,20 @@
 //! An I/O completion queue of a controller with its submission queues: commands become bios, bios become completions.
 //!
-//! Owned by a lane, apart from the admin side. The two meet by plain messages: the admin side sends a
-//! [`ControllerQueueCommand`], the owner passes it to [`ControllerIoQueue::handle`] and carries each
-//! [`ControllerQueueReply`] back. It starts no thread and signals no interrupt: [`ControllerIoQueue::publish`] returns
-//! the vector to signal.
+//! Owned by a lane, apart from the admin side. The two exchange plain messages: the admin side sends a
+//! [`ControllerQueueCommand`], and the owner passes it to [`ControllerIoQueue::handle`] and returns each
+//! [`ControllerQueueReply`]. It starts no thread and signals no interrupt: [`ControllerIoQueue::publish`] returns the
+//! vector to signal.
 //!
 //! ```text
 //!  submission rings ──fetch──▶ bio ──▶ hardware queue ──end──▶ completion ring ──publish──▶ vector
 //! ```
 //!
-//! A command is fetched only when its owner has a bio for it and its completion an entry. Some commands become several
-//! bios, one such command at a time: ranges to deallocate, blocks to verify, a flush of all namespaces. Compare reads
-//! into memory of the controller, one command at a time; the next one waits, and the queue with it.
+//! A command is fetched only when the owner has a free bio and the completion ring a free entry. Ranges to deallocate,
+//! blocks to verify, and a flush of all namespaces need several bios, one such command at a time. Compare reads into
+//! memory of the controller, one command at a time; a second one blocks the queue until the first is complete.
 //!
-//! When the controller is reset, fetching ends at once and nothing more is written to the completion ring. The queue is
-//! stopped when the last bio has come back: until then a device may write to the memory of the host.
+//! At a controller reset, fetching ends at once and no completion is written any more. The queue is stopped when the
+//! last bio has returned: until then a device may write to the memory of the host.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -32,10 +32,10 @@ use super::{NamespaceTable, ServedNamespace};
 use crate::doorbell::Doorbells;
 use crate::{DmaMap, DsmRange, IoCommand, IoParser, NamespaceFormat, NvmeStatus, Sqe, io};
 
-/// Limit of failed commands waiting to be reported to the admin side; further ones are not logged.
+/// Maximum failed commands waiting to be reported to the admin side; further ones are not logged.
 const FAILURES_MAX: usize = 8;
 
-/// The memory that a controller reaches: that of the host, and its own for commands without a transfer.
+/// The memory accessible to a controller: that of the host, and its own for commands without a transfer.
 #[derive(Clone, Debug)]
 pub struct ControllerMemory {
     map: Arc<DmaMap>,
@@ -54,22 +54,22 @@ impl ControllerMemory {
         self.map.table()
     }
 
-    /// The addresses of the host.
+    /// The bus addresses of the host's memory.
     pub(crate) fn map(&self) -> &DmaMap {
         &self.map
     }
 
-    /// Part 0 (Compare) or 1 (Verify) of the memory of a completion queue.
+    /// Part 0 (Compare) or 1 (Verify) of a completion queue's memory.
     fn bounce(&self, cqid: u16, part: u64, len: u64) -> Segment {
         let offset = (2 * u64::from(cqid - 1) + part) * u64::from(self.transfer_bytes);
         Segment { region: self.bounce, offset, len: len as u32 }
     }
 }
 
-/// Counters of a queue's owner for the admin side, and one setting in the other direction. One writer each.
+/// Counters of a queue's owner for the admin side, and one setting in the other direction. Each has a single writer.
 #[derive(Debug, Default)]
 pub(crate) struct IoShared {
-    /// The volatile write cache is disabled: each write is durable when it completes.
+    /// Whether the volatile write cache is disabled: each write is durable when it completes.
     pub(crate) write_through: AtomicBool,
     pub(crate) reads: AtomicU64,
     pub(crate) writes: AtomicU64,
@@ -79,7 +79,7 @@ pub(crate) struct IoShared {
 }
 
 fn count(counter: &AtomicU64, by: u64) {
-    // One writer: a plain load and store.
+    // One writer: a plain load and store suffice.
     counter.store(counter.load(Relaxed).wrapping_add(by), Relaxed);
 }
 
@@ -92,11 +92,11 @@ pub struct NewSubmissionQueue(pub(crate) SubmissionRing);
 pub enum ControllerQueueCommand {
     /// Serve one more submission queue.
     AddSubmissionQueue(NewSubmissionQueue),
-    /// Fetch no more from this submission queue, and say when its commands are complete.
+    /// Stop fetching from this submission queue, and report when its commands are complete.
     DeleteSubmissionQueue(u16),
-    /// The completion queue is deleted; it has no submission queue. The owner drops it after the reply.
+    /// Delete the completion queue, which has no submission queues. The owner drops it after the reply.
     Delete,
-    /// Abort a command, if that can still be done.
+    /// Abort a command, if possible.
     Abort {
         /// Submission queue of the command.
         sqid: u16,
@@ -107,35 +107,35 @@ pub enum ControllerQueueCommand {
     SetDoorbells(Doorbells),
     /// The namespaces have changed.
     SetNamespaces(Arc<NamespaceTable>),
-    /// The memory of the host has changed. Takes effect when no bio is out.
+    /// Use the changed memory of the host, once no bio is in flight.
     SetMemory(ControllerMemory, Doorbells),
-    /// The controller is reset or shut down. The owner drops the queue after the reply.
+    /// Stop for a reset or shutdown of the controller. The owner drops the queue after the reply.
     Stop,
 }
 
 /// Reply of the owner of an I/O completion queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ControllerQueueReply {
-    /// A submission queue is gone.
+    /// A submission queue was deleted.
     SubmissionQueueDeleted(u16),
     /// The completion queue may be dropped.
     Deleted,
-    /// An abort is decided.
+    /// Result of an abort.
     AbortDone {
         /// Submission queue of the command.
         sqid: u16,
         /// Its identifier.
         cid: u16,
-        /// Whether the command was aborted; its completion was written before.
+        /// Whether the command was aborted; its completion was written first.
         is_aborted: bool,
     },
     /// The shadow doorbells are in use.
     DoorbellsSet,
-    /// The old memory is no longer used. False if a ring has no memory now: the queue has stopped.
+    /// The previous memory is no longer used. False if a ring is not mapped any more: the queue has stopped.
     MemorySet(bool),
-    /// The memory of the host is not written any more; the queue may be dropped.
+    /// The memory of the host is no longer written; the queue may be dropped.
     Stopped,
-    /// A doorbell has a value that no honest host writes: the submission queue, or zero for the completion queue.
+    /// Invalid doorbell value: the submission queue, or zero for the completion queue.
     Fault(u16, DoorbellFault),
     /// A command failed.
     Failed(ErrorEntry),
@@ -145,19 +145,19 @@ pub enum ControllerQueueReply {
 #[derive(Clone, Copy, Debug, Default)]
 struct IoCommandState {
     opcode: u8,
-    /// More bios are to come.
+    /// Further bios will follow.
     is_expanding: bool,
-    /// It ends with Abort Requested.
+    /// Whether it ends with Abort Requested.
     is_aborted: bool,
     status: Status,
-    /// Bios that are out.
+    /// Bios in flight.
     bios: u32,
     nsid: u32,
     slba: u64,
     sectors: u32,
 }
 
-/// The command that becomes several bios, and its rest.
+/// The command that needs several bios, and its remaining part.
 #[derive(Clone, Copy, Debug)]
 enum Expansion {
     Deallocate {
@@ -169,7 +169,7 @@ enum Expansion {
         device: u16,
         range: DsmRange,
     },
-    /// The number of the next namespace.
+    /// Index of the next namespace.
     FlushAll {
         next: usize,
     },
@@ -178,11 +178,11 @@ enum Expansion {
 /// Result of [`ControllerIoQueue::fetch`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NextBio {
-    /// The bio is filled in. It is one of the command of this token: see [`ControllerIoQueue::end`].
+    /// The bio is filled in for the command of this token: see [`ControllerIoQueue::end`].
     Bio(u16),
-    /// A command was refused, begun or completed without one.
+    /// A command was refused, started or completed without a bio.
     Without,
-    /// None is available.
+    /// No command is available.
     Unavailable,
 }
 
@@ -194,14 +194,14 @@ pub struct ControllerIoQueue {
     group: QueueGroup,
     parser: IoParser,
     memory: ControllerMemory,
-    /// Set memory that waits for the bios that are out.
+    /// New memory, to be used once no bio is in flight.
     next_memory: Option<(ControllerMemory, Doorbells)>,
     namespaces: Arc<NamespaceTable>,
     shared: Arc<IoShared>,
     commands: Box<[IoCommandState]>,
     bios_out: usize,
     expansion: Option<(u16, Expansion)>,
-    /// A Compare that waits for the one before.
+    /// A Compare that waits for the previous one.
     parked: Option<Fetched>,
     /// The Compare in flight, and the host's data.
     compare: Option<u16>,
@@ -265,18 +265,18 @@ impl ControllerIoQueue {
         self.memory.table()
     }
 
-    /// Commands in flight.
+    /// Number of commands in flight.
     pub fn in_flight(&self) -> usize {
         self.group.in_flight()
     }
 
-    /// Most segments of a bio: one with room for so many never grows.
+    /// Maximum segments of a bio: a bio with this capacity never grows.
     pub fn segments_max(&self) -> usize {
         self.parser.segments_max()
     }
 
-    /// Fetches the next bio, and fills `bio` in; its cookie is unchanged. A caller that bounds the work of a round
-    /// counts commands without a bio, too: a host can send those without end.
+    /// Fetches the next bio and fills `bio` in; its cookie is unchanged. A caller that bounds the work of a round must
+    /// also count commands without a bio, since a host can send any number of them.
     #[inline]
     pub fn fetch(&mut self, bio: &mut Bio) -> NextBio {
         if self.is_stopping || self.next_memory.is_some() {
@@ -293,10 +293,10 @@ impl ControllerIoQueue {
         next
     }
 
-    /// A bio of this command has ended. The command is completed if it was the last one.
+    /// Handles the end of a bio of this command. Completes the command after its last bio.
     ///
     /// # Panics
-    /// If no bio of the command is out.
+    /// If no bio of the command is in flight.
     #[inline]
     pub fn end(&mut self, token: u16, status: Status) {
         let command = &mut self.commands[usize::from(token)];
@@ -326,15 +326,15 @@ impl ControllerIoQueue {
         self.vector.filter(|_| is_posted)
     }
 
-    /// Asks the host to write doorbell registers, before the owner sleeps. Says whether there is something to fetch, or
-    /// to reply, already.
+    /// Requests doorbell writes from the host before the owner sleeps. Returns whether a command or reply is already
+    /// available.
     pub fn arm(&mut self) -> bool {
         if self.is_stopping || self.next_memory.is_some() {
             return !self.replies.is_empty();
         }
         let can_fetch = self.group.arm();
         self.take_faults();
-        // A waiting Compare continues when the previous one is complete, and the rest of the queue behind it.
+        // A waiting Compare, and the queue behind it, continue when the previous one is complete.
         let can_go_on = match (&self.expansion, &self.parked) {
             (Some(_), _) => true,
             (None, Some(_)) => self.compare.is_none(),
@@ -360,7 +360,7 @@ impl ControllerIoQueue {
             ControllerQueueCommand::SetNamespaces(namespaces) => self.namespaces = namespaces,
             ControllerQueueCommand::SetMemory(memory, doorbells) => {
                 if self.next_memory.replace((memory, doorbells)).is_some() {
-                    // The answer for the one that was never used; one for this follows.
+                    // The reply for memory that was never used; the reply for this memory follows.
                     self.replies.push_back(ControllerQueueReply::MemorySet(true));
                 }
                 if self.bios_out == 0 {
@@ -376,7 +376,7 @@ impl ControllerIoQueue {
         }
     }
 
-    /// The next answer for the admin side.
+    /// The next reply for the admin side.
     pub fn take_reply(&mut self) -> Option<ControllerQueueReply> {
         let reply = self.replies.pop_front()?;
         self.failures -= usize::from(matches!(reply, ControllerQueueReply::Failed(_)));
@@ -417,7 +417,7 @@ impl ControllerIoQueue {
         }
     }
 
-    /// Begins a command: fills in the bio, or returns the result without one.
+    /// Starts a command: fills in the bio, or returns the result without one.
     #[inline]
     fn begin(&mut self, token: u16, sqe: &Sqe, bio: &mut Bio) -> Result<NextBio, NvmeStatus> {
         if sqe.opcode() == io::FLUSH && sqe.nsid() == u32::MAX && sqe.fused() == 0 {
@@ -465,7 +465,7 @@ impl ControllerIoQueue {
         NextBio::Without
     }
 
-    /// Fills in the next bio of an expansion. Returns the rest; `None` if there was none.
+    /// Fills in the next bio of a command with several. Returns the remaining part; `None` if there was none.
     fn expand(&mut self, expansion: Expansion, bio: &mut Bio) -> Option<Expansion> {
         match expansion {
             Expansion::Deallocate { format, device } => {
@@ -496,7 +496,7 @@ impl ControllerIoQueue {
         }
     }
 
-    /// Completes a command whose bios are all back.
+    /// Completes a command whose bios have all returned.
     #[inline]
     fn finish(&mut self, token: u16) {
         let IoCommandState { opcode, status, sectors, is_aborted, .. } = self.commands[usize::from(token)];
@@ -557,7 +557,7 @@ impl ControllerIoQueue {
         }
     }
 
-    /// Compares data read with that of the host, each byte of which is read once.
+    /// Compares read data with that of the host; each byte of the host is read once.
     fn compare_data(&self, sectors: u32) -> NvmeStatus {
         const CHUNK: usize = 512;
         let (mut ours, mut theirs) = ([0; CHUNK], [0; CHUNK]);
@@ -585,8 +585,8 @@ impl ControllerIoQueue {
         NvmeStatus::SUCCESS
     }
 
-    /// Aborts a command that is not at a device, or has bios still to come. Others continue: a device cannot take a
-    /// request back.
+    /// Aborts a command that is not at a device or has bios left to submit. Other commands continue: a device cannot
+    /// cancel a request.
     fn abort(&mut self, sqid: u16, cid: u16) {
         let Some(token) = self.group.find(sqid, cid) else {
             self.replies.push_back(ControllerQueueReply::AbortDone { sqid, cid, is_aborted: false });

@@ -1,4 +1,4 @@
-//! Log pages of a controller, and the counters behind them.
+//! Log pages of a controller, and their counters.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -36,32 +36,32 @@ const ERROR_BYTES: usize = 64;
 pub(crate) const ERRORS_MAX: usize = 64;
 /// Identifiers in a list of changed namespaces.
 const CHANGED_MAX: usize = 1024;
-/// Composite temperature that is reported, K: there is no sensor.
+/// Reported composite temperature, K; there is no sensor.
 const KELVIN: u16 = 313;
 /// 512-byte units in one data unit of the SMART log.
 const DATA_UNIT: u64 = 1000;
 
-/// A failure, as the error log has it.
+/// An entry of the error log.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ErrorEntry {
     /// Submission queue of the command.
     pub sqid: u16,
-    /// Its identifier; all ones if the failure is not that of a command.
+    /// Identifier of the command; all ones for a failure without a command.
     pub cid: u16,
     /// Its status.
     pub status: NvmeStatus,
-    /// Byte of the command that is wrong in bits 0-7, and bit in 8-10; all ones if unknown.
+    /// Invalid byte of the command in bits 0-7, and bit in 8-10; all ones if unknown.
     pub location: u16,
     /// First logical block of the command.
     pub slba: u64,
-    /// Its namespace.
+    /// Namespace of the command.
     pub nsid: u32,
 }
 
-/// The last failures, and how many there were.
+/// The last failures, and their total number.
 #[derive(Debug, Default)]
 pub(crate) struct CommandErrorLog {
-    /// The latest one first, with its number.
+    /// Latest failure first, with its number.
     entries: VecDeque<(u64, ErrorEntry)>,
     count: u64,
 }
@@ -88,7 +88,7 @@ impl CommandErrorLog {
     }
 }
 
-/// Sums for the SMART log of queues that are gone.
+/// Totals of deleted queues for the SMART log.
 #[derive(Debug, Default)]
 pub(crate) struct IoTotals {
     reads: u64,
@@ -113,13 +113,13 @@ impl IoTotals {
     }
 }
 
-/// All that the log pages show.
+/// State shown by the log pages.
 #[derive(Debug)]
 pub(crate) struct ControllerLogs {
     pub(crate) errors: CommandErrorLog,
-    /// Of queues that are gone.
+    /// Totals of deleted queues.
     pub(crate) totals: IoTotals,
-    /// Namespaces that changed since the page was read.
+    /// Namespaces changed since the page was last read.
     changed: Vec<u32>,
     firmware: [u8; 8],
 }
@@ -134,7 +134,7 @@ impl ControllerLogs {
         }
     }
 
-    /// Takes note of namespaces that differ between two tables. Says whether there are any.
+    /// Records namespaces that differ between two tables. Returns whether any do.
     pub(crate) fn compare(&mut self, old: &NamespaceTable, new: &NamespaceTable) -> bool {
         let mut is_changed = false;
         for nsid in 1..=old.identifiers().max(new.identifiers()) {
@@ -148,7 +148,7 @@ impl ControllerLogs {
         is_changed
     }
 
-    /// A log page; `None` if there is no such page.
+    /// A log page; `None` for an unknown identifier.
     pub(crate) fn page<'a>(&self, id: u8, queues: impl Iterator<Item = &'a Arc<IoShared>>) -> Option<Vec<u8>> {
         Some(match id {
             lid::SUPPORTED => {
@@ -188,7 +188,7 @@ impl ControllerLogs {
         })
     }
 
-    /// The host has read a page and does not retain its events.
+    /// Clears the events of a page that the host has read without retaining them.
     pub(crate) fn was_read(&mut self, id: u8) {
         if id == lid::CHANGED_NAMESPACES {
             self.changed.clear();

@@ -1,6 +1,6 @@
-//! The namespaces of a controller, as its queues and its identify data have them.
+//! The namespaces of a controller, for its queues and its identify data.
 //!
-//! A table is made whole and replaced whole: queues hold the one they were given last.
+//! A table is replaced as a whole; queues keep the last one they were given.
 
 use blkyard_mq::{DeviceInfo, SECTOR_BYTES};
 
@@ -14,29 +14,29 @@ mod descriptor {
     pub(super) const CSI: u8 = 4;
 }
 
-/// A namespace that a controller serves.
+/// A namespace served by a controller.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ServedNamespace {
     /// Format for parsing its commands.
     pub format: NamespaceFormat,
-    /// Number of the device behind it: [`Bio::namespace`](blkyard_mq::Bio::namespace) of its bios.
+    /// Index of its device: [`Bio::namespace`](blkyard_mq::Bio::namespace) of its bios.
     pub device: u16,
-    /// Whether completed writes may be lost until they are flushed.
+    /// Whether completed writes may be lost before a flush.
     pub has_cache: bool,
     /// Granularity of deallocation, logical blocks.
     pub deallocate_blocks: u32,
     /// Physical block, logical blocks.
     pub physical_blocks: u32,
-    /// Globally unique identifier, big-endian; 0 for none.
+    /// Globally unique identifier, big-endian; 0 if unset.
     pub nguid: [u8; 16],
-    /// IEEE extended unique identifier, big-endian; 0 for none.
+    /// IEEE extended unique identifier, big-endian; 0 if unset.
     pub eui64: [u8; 8],
-    /// UUID, big-endian; 0 for none.
+    /// UUID, big-endian; 0 if unset.
     pub uuid: [u8; 16],
 }
 
 impl ServedNamespace {
-    /// A device as a namespace, without identifiers. Unset if its logical block is not 512 to 4096 bytes.
+    /// A device as a namespace, without identifiers. `None` if its logical block is not 512 to 4096 bytes.
     pub fn new(nsid: u32, device: u16, info: &DeviceInfo) -> Option<ServedNamespace> {
         let block = info.limits.logical_block_bytes;
         if !block.is_power_of_two() {
@@ -67,7 +67,7 @@ impl ServedNamespace {
             used: blocks,
             // The optimal sizes are valid.
             features: 1 << 4,
-            // Whether reads of deallocated blocks return zeroes is not known (DLFEAT 0); Write Zeroes may deallocate.
+            // The content of deallocated blocks is unspecified (DLFEAT 0); Write Zeroes may deallocate.
             deallocate_features: 1 << 3,
             write_granularity: zero_based(self.physical_blocks),
             write_alignment: zero_based(self.physical_blocks),
@@ -102,17 +102,17 @@ impl ServedNamespace {
     }
 }
 
-/// The namespaces of a controller by identifier, from 1 on.
+/// The namespaces of a controller by identifier, from 1.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NamespaceTable {
     places: Vec<Option<ServedNamespace>>,
 }
 
 impl NamespaceTable {
-    /// Most namespaces: a list of identifiers is one page.
+    /// Maximum namespaces: a list of identifiers is one page.
     pub const NAMESPACES_MAX: u32 = 1024;
 
-    /// A table with room for so many identifiers (NN), one at least.
+    /// A table for this number of identifiers (NN), at least one.
     ///
     /// # Panics
     /// If there are more than [`NamespaceTable::NAMESPACES_MAX`].
@@ -130,7 +130,7 @@ impl NamespaceTable {
         self.places[nsid as usize - 1] = namespace;
     }
 
-    /// Largest valid identifier (NN).
+    /// Maximum valid identifier (NN).
     pub fn identifiers(&self) -> u32 {
         self.places.len() as u32
     }

@@ -1,27 +1,27 @@
 //! Register accesses of a host: each has a defined result, for any size and offset.
 //!
-//! Reads are of 1, 2, 4 or 8 bytes, writes of 4 or 8, aligned to their size. Reserved registers read as zero, and
-//! writes to them and to read-only ones have no effect. Doorbells are written by 4 bytes and read as zero.
+//! Reads are of 1, 2, 4 or 8 bytes, writes of 4 or 8, aligned to their size. Reserved registers read as zero. Writes to
+//! reserved and read-only registers have no effect. Doorbells are written by 4 bytes and read as zero.
 
 use super::capabilities::{READY_500MS, VERSION};
 use super::{Controller, ControllerEvent};
 use crate::registers as reg;
 
-/// Bits of CC that a host may write.
+/// Writable bits of CC.
 const CC_WRITABLE: u32 = 0x00ff_fff1;
-/// First byte behind the registers that mean something.
+/// End of the defined registers.
 const REGISTERS_END: usize = 0x70;
 
-/// An access that reaches no register. It has no effect.
+/// An access to no register. It has no effect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RegisterFault {
-    /// Not 1, 2, 4 or 8 bytes for a read, 4 or 8 for a write, 4 for the write of a doorbell.
+    /// The size is not 1, 2, 4 or 8 bytes for a read, 4 or 8 for a write, 4 for a doorbell write.
     #[error("register access of {0} bytes: this size is not supported here")]
     Size(usize),
-    /// Not aligned to its size.
+    /// The offset is not a multiple of the size.
     #[error("register access at {0:#x}: not aligned to its size")]
     Unaligned(u64),
-    /// Behind the last doorbell.
+    /// The offset is after the last doorbell.
     #[error("register access at {0:#x}: outside the registers")]
     Outside(u64),
 }
@@ -35,7 +35,7 @@ pub(super) struct QueueAddresses {
 }
 
 impl Controller {
-    /// Bytes of the registers and doorbells: an access beyond them is [`RegisterFault::Outside`].
+    /// Bytes of the registers and doorbells; accesses beyond them are [`RegisterFault::Outside`].
     pub fn register_bytes(&self) -> usize {
         reg::DOORBELLS + self.registers.len()
     }
@@ -101,7 +101,8 @@ impl Controller {
             reg::ACQ => halves(addresses.cq)[0],
             0x34 => halves(addresses.cq)[1],
             reg::CRTO => u32::from(READY_500MS),
-            // Interrupt masks are for pin interrupts, which do not exist here; the rest is reserved or not supported.
+            // Interrupt masks apply to pin interrupts, which are not supported; all others are reserved or not
+            // supported.
             _ => 0,
         }
     }
@@ -125,9 +126,9 @@ impl Controller {
         let [old, new] = [self.cc, value].map(reg::ControllerConfig::from_bits);
         self.cc = value;
         match (old.enabled, new.enabled) {
-            // A reset that is not over yet enables at its end.
+            // During a reset, the controller is enabled at its end.
             (false, true) if self.is_resetting => {}
-            // A shutdown while disabled ends with this.
+            // A shutdown of a disabled controller ends here.
             (false, true) if self.stopping.is_some() => self.finish_reset(),
             (false, true) => self.enable(),
             (true, false) => self.reset(),
@@ -136,9 +137,9 @@ impl Controller {
         }
     }
 
-    /// Stores a doorbell where the owner of its queue reads it.
+    /// Stores a doorbell for the owner of its queue.
     fn write_doorbell(&mut self, at: usize, value: u32) -> Option<u16> {
-        // Without commands there are no queues.
+        // A controller that is not enabled has no queues.
         self.admin.as_ref()?;
         let (number, is_head) = ((at / 8) as u16, at % 8 == 4);
         let cqid = if number == 0 {

@@ -1,7 +1,7 @@
 //! The two rings of a controller: submission rings are read, completion rings are written.
 //!
 //! Each is owned by one thread, inside a queue pair or a completion queue with its submission queues. The host is not
-//! trusted: each field is read once, and a doorbell value outside its ring stops the ring for good
+//! trusted: each field is read once, and a doorbell value outside its ring stops the ring permanently
 //! ([`DoorbellFault`]).
 
 use std::sync::atomic::Ordering::{Relaxed, Release};
@@ -11,13 +11,13 @@ use blkyard_mem::View;
 use crate::doorbell::{Doorbell, Doorbells};
 use crate::{CQE_BYTES, Cqe, DmaMap, NvmeStatus, SQE_BYTES, Sqe};
 
-/// A doorbell value that no honest host writes.
+/// An invalid doorbell value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DoorbellFault {
-    /// A tail that is no index of the submission ring.
+    /// The tail is no index of the submission ring.
     #[error("submission queue tail {0} is outside the ring")]
     Tail(u32),
-    /// A head outside the completion ring, or beyond the completed entries.
+    /// The head is outside the completion ring, or beyond the completed entries.
     #[error("completion queue head {0} is outside the ring or beyond the tail")]
     Head(u32),
 }
@@ -26,15 +26,15 @@ pub enum DoorbellFault {
 #[derive(Debug)]
 pub(crate) struct SubmissionRing {
     pub(crate) qid: u16,
-    /// Where the host has it.
+    /// Host address of the ring.
     pub(crate) addr: u64,
     view: View,
     entries: u16,
     head: u16,
-    /// As last read.
+    /// Tail as last read.
     tail: u16,
     doorbell: Doorbell,
-    /// A bit for each cid that is in use.
+    /// One bit for each cid in use.
     used_cids: Box<[u64]>,
     fault: Option<DoorbellFault>,
 }
@@ -43,7 +43,7 @@ impl SubmissionRing {
     /// An empty ring of at least 2 entries. Its doorbell register is zeroed.
     ///
     /// # Panics
-    /// If the memory does not suffice: the host's values are checked before.
+    /// If the memory is too short; the host's values are checked before.
     pub(crate) fn new(qid: u16, view: View, entries: u16, doorbells: &Doorbells) -> SubmissionRing {
         let len = view.len();
         assert!(
@@ -56,7 +56,7 @@ impl SubmissionRing {
         SubmissionRing { qid, addr: 0, view, entries, head: 0, tail: 0, doorbell, used_cids, fault: None }
     }
 
-    /// Why the ring has stopped, if it has.
+    /// Fault that has stopped the ring, if any.
     pub(crate) fn fault(&self) -> Option<DoorbellFault> {
         self.fault
     }
@@ -72,7 +72,7 @@ impl SubmissionRing {
         Ok(self.head != self.tail)
     }
 
-    /// Takes the next command, which is available: a copy.
+    /// Takes a copy of the next command, which must be available.
     #[inline]
     pub(crate) fn take(&mut self) -> Sqe {
         let at = usize::from(self.head) * SQE_BYTES;
@@ -84,7 +84,7 @@ impl SubmissionRing {
         sqe
     }
 
-    /// Marks a cid as in use. Says whether it was free.
+    /// Marks a cid as in use. Returns whether it was free.
     #[inline]
     pub(crate) fn claim(&mut self, cid: u16) -> bool {
         let (word, bit) = (&mut self.used_cids[usize::from(cid / 64)], 1 << (cid % 64));
@@ -99,14 +99,14 @@ impl SubmissionRing {
         self.used_cids[usize::from(cid / 64)] &= !(1 << (cid % 64));
     }
 
-    /// Asks for a write of the register once the tail advances. True if a command is available already.
+    /// Requests a write of the register once the tail advances. Returns whether a command is already available.
     pub(crate) fn listen(&mut self) -> Result<bool, DoorbellFault> {
         let tail = self.doorbell.listen(self.tail);
         self.set_tail(tail)?;
         Ok(self.head != self.tail)
     }
 
-    /// A ring in the memory of the host, at this address; `None` if that is not mapped contiguously.
+    /// A ring at this address in the memory of the host; `None` if it is not mapped contiguously.
     pub(crate) fn map(
         qid: u16,
         addr: u64,
@@ -118,7 +118,7 @@ impl SubmissionRing {
         Some(SubmissionRing { addr, ..SubmissionRing::new(qid, view, entries, doorbells) })
     }
 
-    /// Finds the ring anew in memory that has changed. Says whether it is mapped.
+    /// Finds the ring in changed memory. Returns whether it is mapped.
     pub(crate) fn remap(&mut self, map: &DmaMap) -> bool {
         let view = map.view(self.addr, usize::from(self.entries) * SQE_BYTES);
         let is_mapped = view.is_some();
@@ -126,7 +126,7 @@ impl SubmissionRing {
         is_mapped
     }
 
-    /// Goes on with other doorbells; with shadow doorbells that are new, from the index that the register has.
+    /// Switches to other doorbells; new shadow doorbells start with the index of the register.
     pub(crate) fn rebind(&mut self, doorbells: &Doorbells, is_new: bool) {
         let now = self.doorbell.read();
         self.doorbell = doorbells.sq_tail(self.qid);
@@ -160,18 +160,18 @@ impl SubmissionRing {
 #[derive(Debug)]
 pub(crate) struct CompletionRing {
     qid: u16,
-    /// Where the host has it.
+    /// Host address of the ring.
     pub(crate) addr: u64,
     view: View,
     entries: u16,
     tail: u16,
-    /// As last read.
+    /// Head as last read.
     head: u16,
     phase: bool,
     doorbell: Doorbell,
-    /// Entries that are owed to commands in flight.
+    /// Entries reserved for commands in flight.
     owed: u16,
-    /// Entries were written since the last [`CompletionRing::take_posted`].
+    /// Whether entries were written since the last [`CompletionRing::take_posted`].
     is_posted: bool,
     fault: Option<DoorbellFault>,
 }
@@ -180,7 +180,7 @@ impl CompletionRing {
     /// An empty ring of at least 2 entries. Its doorbell register is zeroed.
     ///
     /// # Panics
-    /// If the memory does not suffice: the host's values are checked before.
+    /// If the memory is too short; the host's values are checked before.
     pub(crate) fn new(qid: u16, view: View, entries: u16, doorbells: &Doorbells) -> CompletionRing {
         let len = view.len();
         assert!(
@@ -204,23 +204,23 @@ impl CompletionRing {
         }
     }
 
-    /// Most commands in flight: one entry always stays free.
+    /// Maximum commands in flight: one entry always stays free.
     pub(crate) fn depth(&self) -> u16 {
         self.entries - 1
     }
 
-    /// Why the ring has stopped, if it has.
+    /// Fault that has stopped the ring, if any.
     pub(crate) fn fault(&self) -> Option<DoorbellFault> {
         self.fault
     }
 
-    /// Whether one more completion than those owed has an entry.
+    /// Whether an entry is free besides the reserved ones.
     #[inline]
     pub(crate) fn has_room(&mut self) -> Result<bool, DoorbellFault> {
         if self.is_roomy() { Ok(true) } else { self.look_for_room() }
     }
 
-    /// Reads the head; says whether there is room now.
+    /// Reads the head; returns whether an entry is free now.
     #[cold]
     fn look_for_room(&mut self) -> Result<bool, DoorbellFault> {
         let head = self.doorbell.read();
@@ -234,43 +234,43 @@ impl CompletionRing {
         self.fault.is_none() && unread + self.owed < self.entries - 1
     }
 
-    /// Reserves an entry, for which there is room.
+    /// Reserves a free entry.
     #[inline]
     pub(crate) fn reserve(&mut self) {
         self.owed += 1;
     }
 
-    /// Gives a reserved entry back.
+    /// Releases a reserved entry.
     #[inline]
     pub(crate) fn unreserve(&mut self) {
         self.owed -= 1;
     }
 
-    /// Writes a completion into an entry for which there is room.
+    /// Writes a completion into a free entry.
     #[inline]
     pub(crate) fn write(&mut self, cid: u16, sq: &SubmissionRing, status: NvmeStatus, result: u64) {
         let cqe = Cqe::new(cid, sq.qid, sq.head, status, result, self.phase);
-        // The second word last: it has the phase.
+        // The second word is written last, since it has the phase bit.
         self.view.store_u64s(usize::from(self.tail) * CQE_BYTES, cqe.0, Release);
         self.tail = next(self.tail, self.entries);
         self.phase ^= self.tail == 0;
         self.is_posted = true;
     }
 
-    /// Whether entries were written since the last call: the host is to be interrupted.
+    /// Whether entries were written since the last call, so that the host must be interrupted.
     #[inline]
     pub(crate) fn take_posted(&mut self) -> bool {
         std::mem::take(&mut self.is_posted)
     }
 
-    /// Asks for a write of the register once the head moves on. Says whether there is room.
+    /// Requests a write of the register once the head moves. Returns whether an entry is free.
     pub(crate) fn listen(&mut self) -> Result<bool, DoorbellFault> {
         let head = self.doorbell.listen(self.head);
         self.set_head(head)?;
         Ok(self.is_roomy())
     }
 
-    /// A ring in the memory of the host, at this address; `None` if that is not mapped contiguously.
+    /// A ring at this address in the memory of the host; `None` if it is not mapped contiguously.
     pub(crate) fn map(
         qid: u16,
         addr: u64,
@@ -282,7 +282,7 @@ impl CompletionRing {
         Some(CompletionRing { addr, ..CompletionRing::new(qid, view, entries, doorbells) })
     }
 
-    /// Finds the ring anew in memory that has changed. Says whether it is mapped.
+    /// Finds the ring in changed memory. Returns whether it is mapped.
     pub(crate) fn remap(&mut self, map: &DmaMap) -> bool {
         let view = map.view(self.addr, usize::from(self.entries) * CQE_BYTES);
         let is_mapped = view.is_some();
@@ -290,7 +290,7 @@ impl CompletionRing {
         is_mapped
     }
 
-    /// Goes on with other doorbells; with shadow doorbells that are new, from the index that the register has.
+    /// Switches to other doorbells; new shadow doorbells start with the index of the register.
     pub(crate) fn rebind(&mut self, doorbells: &Doorbells, is_new: bool) {
         let now = self.doorbell.read();
         self.doorbell = doorbells.cq_head(self.qid);
@@ -316,10 +316,10 @@ impl CompletionRing {
     }
 }
 
-/// Commands that are handed out, by token.
+/// Commands in flight, by token.
 #[derive(Debug)]
 pub(crate) struct TokenTable {
-    /// Which submission queue of the owner, and the host's cid.
+    /// Index of the owner's submission queue, and the host's cid.
     out: Box<[Option<(u16, u16)>]>,
     free: Vec<u16>,
 }
@@ -329,21 +329,21 @@ impl TokenTable {
         TokenTable { out: vec![None; usize::from(tokens)].into(), free: (0..tokens).rev().collect() }
     }
 
-    /// Commands that are out.
+    /// Number of commands in flight.
     pub(crate) fn in_flight(&self) -> usize {
         self.out.len() - self.free.len()
     }
 
-    /// Whether one more can be handed out.
+    /// Whether a token is free.
     #[inline]
     pub(crate) fn has_free(&self) -> bool {
         !self.free.is_empty()
     }
 
-    /// A token for a command.
+    /// Assigns a token to a command.
     ///
     /// # Panics
-    /// If all are out.
+    /// If no token is free.
     #[inline]
     pub(crate) fn take(&mut self, sq: u16, cid: u16) -> u16 {
         let Some(token) = self.free.pop() else { unreachable!("as many tokens as completions have room") };
@@ -351,10 +351,10 @@ impl TokenTable {
         token
     }
 
-    /// Takes a token back: its submission queue and cid.
+    /// Releases a token; returns its submission queue and cid.
     ///
     /// # Panics
-    /// If the token is not out.
+    /// If the token is not in use.
     #[inline]
     pub(crate) fn put(&mut self, token: u16) -> (u16, u16) {
         let Some(command) = self.out[usize::from(token)].take() else { panic!("token {token} is not out") };
@@ -373,7 +373,7 @@ const fn next(index: u16, entries: u16) -> u16 {
     if index + 1 == entries { 0 } else { index + 1 }
 }
 
-/// Steps from one index to another, round a ring.
+/// Distance from one index to another in a ring.
 #[inline]
 const fn distance(from: u16, to: u16, entries: u16) -> u16 {
     if to >= from { to - from } else { to + (entries - from) }
