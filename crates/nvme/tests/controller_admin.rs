@@ -1,4 +1,4 @@
-//! Admin commands of the controller: each with what it returns, and each wrong one with its exact status.
+//! Admin commands of the controller: each valid one with its result, each invalid one with its exact status.
 #![forbid(unsafe_code)]
 
 #[path = "common/machine.rs"]
@@ -117,7 +117,7 @@ fn each_identify_that_makes_no_sense_gets_its_status() {
         (machine.get(data + 0xff0 + 4, 2), machine.get(other + 0x24 - 0x10, 1)),
         (b"S1".to_vec(), b" ".to_vec())
     );
-    // No SGL for admin commands over shared memory, and no fused ones.
+    // SGLs are invalid for admin commands over shared memory, and so are fused commands.
     for psdt in [Psdt::Sgl, Psdt::SglMetadata] {
         assert_eq!(machine.admin(identify.with_data(psdt, [data, 4096])), Err(INVALID_FIELD));
     }
@@ -136,7 +136,7 @@ fn commands_that_are_not_supported_are_invalid_opcodes() {
         let cid = machine.start_admin(Sqe::new(opcode, 1));
         let all = machine.admin_completions();
         assert_eq!(result(all[0]), Err(NvmeStatus::INVALID_OPCODE), "{opcode:#x}");
-        // The reason is in the error log: byte 0 of the command.
+        // The error log points to byte 0 of the command.
         assert!(all[0].status().is_final() && all[0].status().has_more());
         let errors = log(&mut machine, 1, 64);
         assert_eq!((errors[8..10].to_vec(), errors[10..12].to_vec()), (vec![0; 2], cid.to_le_bytes().to_vec()));
@@ -160,7 +160,7 @@ fn log_pages_are_read_in_parts_and_not_beyond() {
     assert_eq!((firmware[0], &firmware[8..16]), (1, &b"1.0     "[..]));
     assert_eq!(log(&mut machine, 0, 1024)[5 * 4], 1, "supported log pages");
     assert_eq!(log(&mut machine, 0x12, 1024)[7 * 4], 1, "features");
-    // Behind the end there are zeroes, and nothing behind that.
+    // An offset at the end of the page reads as zeros; a larger offset is invalid.
     assert_eq!(machine.admin_read(Sqe::get_log_page(2, ALL, 0, 4, 512), 16), Ok(vec![0; 16]));
     let index = {
         let mut sqe = Sqe::get_log_page(2, ALL, 0, 1, 0);
@@ -236,7 +236,7 @@ fn queues_that_cannot_be_created_get_their_status() {
     ] {
         assert_eq!(machine.admin(sqe), Err(status), "{name}");
     }
-    // Without an interrupt no vector is looked at.
+    // Without an interrupt the vector is ignored.
     assert_eq!(machine.admin(bits(cq(2, 8), 2 << 32, 0xffff << 48)), Ok(0));
     assert_eq!(machine.admin(Sqe::delete_queue(admin::DELETE_SQ, 1)), Ok(0));
     assert_eq!(machine.admin(Sqe::delete_queue(admin::DELETE_SQ, 1)), Err(qid), "deleted twice");
@@ -430,7 +430,7 @@ fn events_wait_for_requests_and_for_their_log_page() {
     let mut cids: Vec<_> = (0..4).map(|_| machine.start_admin(request)).collect();
     assert_eq!(machine.admin_completions(), []);
     assert_eq!(machine.admin(request), Err(NvmeStatus::ASYNC_EVENT_LIMIT));
-    // A notice that nobody asked for is none.
+    // Notices that were not enabled are not reported.
     let mut table = namespaces();
     table.set(2, None);
     machine.controller.set_namespaces(table.clone());
@@ -440,7 +440,7 @@ fn events_wait_for_requests_and_for_their_log_page() {
     machine.controller.set_namespaces(table.clone());
     let all = machine.admin_completions();
     assert_eq!((all.len(), all[0].cid(), result(all[0])), (1, cids.remove(0), Ok(0x04_00_02)));
-    // The same again is masked until the page is read.
+    // The same event is masked until the page is read.
     machine.controller.set_namespaces(namespaces());
     assert_eq!(machine.admin_completions(), []);
     assert_eq!(log(&mut machine, 4, 16), [2, 0, 0, 0, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
@@ -505,7 +505,7 @@ fn shadow_doorbells_are_set_up_checked_and_lost_with_a_reset() {
     machine.zero(doorbells, 2 * PAGE as usize);
     assert_eq!(machine.admin(Sqe::doorbell_buffer(doorbells, events)), Ok(0));
     assert_eq!((machine.load32(doorbells + 8), machine.load32(doorbells + 12)), (1, 1), "goes on where it was");
-    // By the shadow doorbell alone: the controller is awake, or is told of it.
+    // The shadow doorbell alone suffices: the controller is awake or is notified.
     let cid = machine.cid();
     machine.put_words(queue.sq + 64, &Sqe::new(io::FLUSH, 1).with_cid(cid).0);
     machine.store32(doorbells + 8, 2);
@@ -513,7 +513,7 @@ fn shadow_doorbells_are_set_up_checked_and_lost_with_a_reset() {
     assert_eq!(machine.take(&mut queue).len(), 1);
     machine.store32(doorbells + 12, u32::from(queue.head));
     assert_eq!(machine.load32(events + 8), 2, "it asks to be told from there on");
-    // Set up a second time, elsewhere.
+    // Doorbell Buffer Config a second time, at another address.
     let (other, other_events) = (machine.page(), machine.page());
     assert_eq!(machine.admin(Sqe::doorbell_buffer(other, other_events)), Ok(0));
     assert_eq!(machine.load32(other + 8), 2);
@@ -563,14 +563,14 @@ fn aborts_are_counted_and_limited() {
     assert_eq!(machine.admin(Sqe::abort(2, 5)), Ok(1), "no such queue");
     assert_eq!(machine.admin(Sqe::abort(65535, 65535)), Ok(1), "nor this one");
     assert_eq!(machine.admin(Sqe::abort(0, 5)), Ok(1), "nor an admin command");
-    // A request for an event can go.
+    // A pending event request can be aborted.
     let request = machine.start_admin(Sqe::new(admin::ASYNC_EVENT, 0));
     assert_eq!(machine.admin_completions(), []);
     let abort = machine.start_admin(Sqe::abort(0, request));
     let all = machine.admin_completions();
     assert_eq!([all[0].cid(), all[1].cid()], [request, abort]);
     assert_eq!((result(all[0]), result(all[1])), (Err(NvmeStatus::ABORT_REQUESTED), Ok(0)));
-    // A command that a device has goes on; it does not keep the abort from its completion.
+    // A command at a device continues, and does not delay the completion of the abort.
     machine.is_held = true;
     let cid = machine.cid();
     machine.push(&mut queue, Sqe::new(io::FLUSH, 1), cid);
@@ -579,7 +579,7 @@ fn aborts_are_counted_and_limited() {
     machine.is_held = false;
     machine.run();
     assert_eq!(result(machine.take(&mut queue)[0]), Ok(0));
-    // Five at once, whose owners have not answered: one too many.
+    // Five concurrent aborts without answers: one too many.
     let cids: Vec<_> = (0..5).map(|_| machine.start_admin(Sqe::abort(1, 9))).collect();
     let all = machine.admin_completions();
     let limit: Vec<_> = all.iter().filter(|cqe| result(**cqe) == Err(NvmeStatus::ABORT_LIMIT)).collect();

@@ -1,4 +1,4 @@
-//! A hostile host against the controller: the classes of faults that broke other implementations, each vector with the
+//! A hostile host against the controller: the classes of faults that broke other implementations, each vector with its
 //! exact status, and random registers and rings.
 #![forbid(unsafe_code)]
 
@@ -32,7 +32,7 @@ fn with_sgl(opcode: u8, blocks: u32, descriptor: [u64; 2]) -> Sqe {
     Sqe::with_blocks(opcode, 1, 0, blocks, 0).with_data(Psdt::Sgl, descriptor)
 }
 
-/// After each hostile command an honest one works, here and on another queue.
+/// After each hostile command a valid one works, here and on another queue.
 fn check(machine: &mut Machine, hostile: &mut RawQueue, neighbour: &mut RawQueue, name: &str) {
     let flush = Sqe::new(io::FLUSH, 1);
     assert_eq!(machine.io(hostile, flush), Ok(0), "{name}: the queue itself");
@@ -79,7 +79,7 @@ fn pointers_lead_nowhere_but_to_memory_that_is_mapped() {
     // A list that fills its page from 0xff0 on: one pointer and a link, which is not aligned.
     machine.put_words(list + 0xff0, &[data, next + 8]);
     machine.put_words(list, &[data, data + PAGE + 8, data]);
-    // Segments in a circle.
+    // Circular segments.
     machine.put_words(next, &[next, 16 | 0x20 << 56]);
     machine.put_words(next + 0x100, &[data, 512, next, 32 | 0x20 << 56]);
     machine.put_words(next + 0x200, &[next, 16 | 0x20 << 56, data, 512]);
@@ -150,7 +150,7 @@ fn numbers_of_the_host_are_no_index() {
         let sqe = Sqe::with_blocks(io::READ, nsid, 0, 1, 0);
         assert_eq!(machine.io(&mut queue, sqe), Err(NvmeStatus::INVALID_NAMESPACE), "{nsid:#x}");
     }
-    // Doorbells of queues that there are not.
+    // Doorbells of queues that do not exist.
     for number in [3, 8, 9, 255, 511] {
         assert_eq!((machine.ring_tail(number, 1), machine.ring_head(number, 1)), (None, None));
     }
@@ -176,7 +176,7 @@ fn a_broken_doorbell_stops_its_ring_and_no_other() {
         assert!(machine.seen.is_empty(), "{value:#x}: nothing is fetched any more");
         assert_eq!(machine.io(&mut sharing, Sqe::new(io::FLUSH, 1)), Ok(0));
         assert_eq!(machine.io(&mut neighbour, Sqe::new(io::FLUSH, 1)), Ok(0));
-        // It can be deleted, and made anew.
+        // The queue can be deleted and created again.
         assert_eq!(machine.admin(Sqe::delete_queue(admin::DELETE_SQ, 1)), Ok(0));
         let sq = machine.page();
         assert_eq!(machine.admin(Sqe::create_sq(1, 8, sq, 1)), Ok(0));
@@ -184,7 +184,7 @@ fn a_broken_doorbell_stops_its_ring_and_no_other() {
         again.tail = 0;
         assert_eq!(machine.io(&mut again, Sqe::new(io::FLUSH, 1)), Ok(0));
     }
-    // A head beyond what was completed stops the completion queue.
+    // A head beyond the completed entries stops the completion queue.
     for value in [3, 8, u32::MAX] {
         let mut machine = Machine::enabled();
         let mut hostile = machine.queue_pair(1, 8);
@@ -200,7 +200,7 @@ fn a_broken_doorbell_stops_its_ring_and_no_other() {
         assert_eq!(machine.take(&mut hostile), []);
         assert_eq!(machine.io(&mut neighbour, Sqe::new(io::FLUSH, 1)), Ok(0));
     }
-    // The admin queue's: nothing is processed before a reset.
+    // Admin queue: no command is processed before a reset.
     let mut machine = Machine::enabled();
     machine.start_admin(Sqe::new(admin::ASYNC_EVENT, 0));
     machine.run();
@@ -225,7 +225,7 @@ fn states_are_not_entered_twice_or_early() {
     assert_eq!(machine.read32(CC), 0);
     machine.enable();
     let (mut queue, mut neighbour) = (machine.queue_pair(1, 8), machine.queue_pair(2, 8));
-    // Enabled again, with other addresses: they count with the next enable.
+    // Enabled again with other addresses, which take effect at the next enable.
     machine.write64(ASQ, UNMAPPED);
     machine.write64(ACQ, UNMAPPED);
     machine.write32(AQA, 0);
@@ -253,10 +253,10 @@ fn states_are_not_entered_twice_or_early() {
     }
     let (doorbells, events) = (machine.page(), machine.page());
     for round in 0..3 {
-        // The host goes on with the registers: the controller must not fall asleep over its shadow doorbells.
+        // The host keeps using the registers: the controller must not sleep waiting for shadow doorbells.
         assert_eq!(machine.admin(Sqe::doorbell_buffer(doorbells, events)), Ok(0), "{round}");
     }
-    // A reset that is begun again and again, and a shutdown in it.
+    // Repeated resets, with a shutdown in between.
     for _ in 0..3 {
         machine.write32(CC, 0);
         machine.write32(CC, ControllerConfig { shutdown: 1, ..ControllerConfig::default() }.bits());
@@ -324,7 +324,7 @@ fn what_changes_after_it_was_fetched_comes_too_late() {
         for _ in 0..2 {
             machine.turn();
         }
-        // Command, list and ranges become something else.
+        // Command, list and ranges change while they are in use.
         machine.put_words(at, &[u64::MAX; 8]);
         machine.put_words(list, &[u64::MAX; 16]);
         machine.is_held = false;
@@ -346,7 +346,7 @@ fn what_changes_after_it_was_fetched_comes_too_late() {
 
 #[test]
 fn no_error_is_cleaned_up_twice() {
-    // A reset, a shutdown, or a fatal error, in any order, while commands of all kinds wait.
+    // A reset, a shutdown or a fatal error in any order, while commands of all kinds wait.
     type Step = fn(&mut Machine);
     let reset: Step = |machine| {
         machine.write32(CC, 0);
@@ -405,18 +405,18 @@ fn no_error_is_cleaned_up_twice() {
     }
 }
 
-/// What a random host does.
+/// An action of a random host.
 #[derive(Clone, Debug)]
 enum Deed {
     Register(u64, usize, u64),
     Config(u32),
-    /// Any words into any entry, without a doorbell.
+    /// Random words in any entry, without a doorbell.
     Sqe(u16, u16, Vec<u64>),
-    /// The next command of a queue, as an honest host sends it.
+    /// The next command of a queue, with a correct doorbell.
     Push(u16, Vec<u64>),
     /// Reads the completions of a queue.
     Take(u16),
-    /// Enables the controller if it is not, and creates the queues.
+    /// Enables a disabled controller and creates the queues.
     Revive,
     Tail(u16, u32),
     Head(u16, u32),
@@ -437,7 +437,7 @@ fn addr() -> impl Strategy<Value = u64> {
     ]
 }
 
-/// An admin command of small numbers, so that it is often a good one.
+/// An admin command with small numbers, so that it is often valid.
 fn admin_sqe() -> impl Strategy<Value = Vec<u64>> {
     let opcode = prop_oneof![0..0x20_u64, Just(0x7c), Just(0x80)];
     (opcode, 0..6_u64, 0..40_u64, addr(), addr(), 0..12_u64, 0..12_u64, any::<u64>()).prop_map(
@@ -449,7 +449,7 @@ fn admin_sqe() -> impl Strategy<Value = Vec<u64>> {
     )
 }
 
-/// An I/O command of small numbers.
+/// An I/O command with small numbers.
 fn io_sqe() -> impl Strategy<Value = Vec<u64>> {
     let opcode = prop_oneof![
         8 => prop::sample::select(&[io::FLUSH, io::WRITE, io::READ, io::COMPARE, io::WRITE_ZEROES, io::DSM, io::VERIFY][..]),
@@ -497,10 +497,10 @@ fn deed() -> impl Strategy<Value = Deed> {
     ]
 }
 
-/// Creates queues 1 to 3, if the controller takes commands.
+/// Creates queues 1 to 3 if the controller accepts commands.
 fn create(machine: &mut Machine, queues: &mut [RawQueue; 4]) {
     for qid in 1..4 {
-        // Rings at places that other deeds know.
+        // Ring addresses known to other actions.
         let (sq, cq) = (BASE + u64::from(qid) * PAGE, BASE + (8 + u64::from(qid)) * PAGE);
         machine.zero(cq, PAGE as usize);
         machine.start_admin(Sqe::create_cq(qid, 8, cq, Some(1)));
@@ -596,8 +596,8 @@ static UNMAPPED_ALL: std::sync::LazyLock<blkyard_nvme::DmaMap> = std::sync::Lazy
 proptest! {
     #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
 
-    /// Whatever a host does, nothing panics, nothing outside of its memory is touched, and after a reset the controller
-    /// works.
+    /// For any behaviour of a host, no code panics, no memory outside the mapped range is accessed, and the controller
+    /// works after a reset.
     #[test]
     fn any_host_is_survived(deeds in prop::collection::vec(deed(), 1..200)) {
         let mut machine = Machine::enabled();
@@ -610,7 +610,7 @@ proptest! {
         machine.controller.set_namespaces(namespaces());
         (machine.is_held, machine.is_flush_held, machine.answer) = (false, false, Status::Ok);
         machine.write32(CC, 0);
-        // What waits for other devices is over by now.
+        // Waits for commands at other devices.
         for _ in 0..20_000 {
             if !machine.turn() {
                 break;

@@ -1,4 +1,4 @@
-//! I/O queues of the controller: every command with what it does, queues that share, and what happens to I/O in flight.
+//! I/O queues of the controller: the effect of every command, shared completion queues, and the fate of I/O in flight.
 #![forbid(unsafe_code)]
 
 #[path = "common/machine.rs"]
@@ -21,7 +21,7 @@ fn pattern(seed: u8, len: usize) -> Vec<u8> {
     (0..len).map(|at| (at % 251) as u8 ^ seed).collect()
 }
 
-/// Sends commands without waiting; their cids.
+/// Sends commands without waiting; returns their cids.
 fn push_all(machine: &mut Machine, queue: &mut RawQueue, sqes: &[Sqe]) -> Vec<u16> {
     let mut cids = vec![];
     for sqe in sqes {
@@ -100,7 +100,7 @@ fn ranges_are_deallocated_or_none_is() {
     assert_eq!(machine.io(&mut queue, dsm(3)), Err(NvmeStatus::LBA_OUT_OF_RANGE));
     assert!(machine.seen.is_empty());
     assert_eq!(machine.io(&mut queue, dsm(2)), Ok(0));
-    // More ranges than bios: 256 of them, 16 bios.
+    // 256 ranges, but only 16 bios.
     let words: Vec<u64> = (0..256).flat_map(|at| [1 << 32, at]).collect();
     machine.put_words(list, &words);
     machine.seen.clear();
@@ -143,13 +143,13 @@ fn submission_queues_of_a_completion_queue_have_their_turn_each() {
     push_all(&mut machine, &mut third, &[flush; 1]);
     machine.run();
     let all = machine.take(&mut first);
-    // One command of each that has some, whoever begins.
+    // One command of each non-empty queue per round, in any order within the round.
     let mut order: Vec<_> = all.iter().map(|cqe| cqe.sq_id()).collect();
     for round in [0..3, 3..5, 5..7] {
         order[round].sort_unstable();
     }
     assert_eq!(order, [1, 2, 5, 1, 2, 1, 2, 1, 1, 1]);
-    // Each with the head of its own queue.
+    // Each completion has the head of its own submission queue.
     let heads: Vec<_> = all.iter().filter(|cqe| cqe.sq_id() == 2).map(|cqe| cqe.sq_head()).collect();
     assert!(heads.iter().all(|head| (1..=3).contains(head)), "{heads:?}");
     assert!(machine.vectors.contains(&1));
@@ -212,7 +212,7 @@ fn interrupts_are_those_that_the_host_asked_for() {
     assert_eq!(machine.vectors, []);
     machine.io(&mut with, Sqe::new(io::FLUSH, 1)).unwrap();
     assert_eq!(machine.vectors, [1]);
-    // A command that is refused is a completion, too, as is one that conflicts.
+    // A refused command is a completion, too, and so is a conflicting one.
     machine.io(&mut with, Sqe::new(0x7f, 1)).unwrap_err();
     assert_eq!(machine.vectors, [1, 1]);
     machine.admin(Sqe::abort(9, 9)).unwrap();
@@ -231,7 +231,7 @@ fn a_submission_queue_is_deleted_when_its_commands_are_complete() {
     machine.run();
     let delete = machine.start_admin(Sqe::delete_queue(admin::DELETE_SQ, 1));
     assert_eq!(machine.admin_completions(), [], "I/O is in flight");
-    // What comes now is not fetched.
+    // Later commands are not fetched.
     push_all(&mut machine, &mut first, &[flush; 2]);
     machine.run();
     assert_eq!(machine.held.len(), 4);
@@ -255,7 +255,7 @@ fn commands_of_several_bios_can_be_aborted_between_them() {
     let mut machine = Machine::enabled();
     let mut queue = machine.queue_pair(1, 8);
     machine.is_held = true;
-    // 16 bios at most: the rest of 2048 blocks waits.
+    // At most 16 bios: the rest of the 2048 blocks waits.
     let verify = push_all(&mut machine, &mut queue, &[Sqe::with_blocks(io::VERIFY, 1, 0, 2048, 0)])[0];
     machine.turn();
     let abort = machine.start_admin(Sqe::abort(1, verify));
@@ -269,7 +269,7 @@ fn commands_of_several_bios_can_be_aborted_between_them() {
     let all = machine.take(&mut queue);
     assert_eq!((cids(&all), result(all[0])), (vec![verify], Err(NvmeStatus::ABORT_REQUESTED)));
     assert_eq!(machine.seen.len(), bios, "the rest was not done");
-    // A Compare that waits for another one.
+    // A Compare that waits for another Compare.
     machine.is_held = true;
     let data = machine.pages(2);
     let compare = blocks(io::COMPARE, 1, 0, 1, data);
@@ -304,7 +304,7 @@ fn compares_wait_for_each_other_and_keep_their_data_apart() {
     assert_eq!(failed, [false, false, false, false, false, true, false, false, false, false]);
 }
 
-/// The memory of the host without what the rings of the admin queue hold.
+/// The content of the host's memory.
 fn snapshot(machine: &Machine) -> Vec<u8> {
     machine.get(BASE, machine::MEMORY_BYTES)
 }
@@ -335,7 +335,7 @@ fn nothing_is_written_after_a_reset_is_over() {
     let completions = machine.get(queue.cq, 256);
     assert!(machine.queues.contains_key(&1));
     let kept = machine.held.len();
-    // One comes back, the others do not yet.
+    // One bio returns, the others stay.
     let mut held = std::mem::take(&mut machine.held);
     let rest = held.split_off(1);
     machine.held = held;
@@ -347,7 +347,7 @@ fn nothing_is_written_after_a_reset_is_over() {
     machine.run();
     assert!(!machine.status().ready && machine.queues.is_empty());
     assert_eq!(machine.get(queue.cq, 256), completions, "no completion after the reset began");
-    // From here on: doorbells, time, events.
+    // Doorbells, time and events from here on.
     let before = snapshot(&machine);
     for number in 0..16 {
         machine.controller.write_register(0x1000 + 4 * number, 4, 3).unwrap();
@@ -381,7 +381,7 @@ fn memory_changes_when_no_bio_is_out() {
     assert!(!machine.controller.is_remapping());
     assert_eq!(machine.take(&mut queue).len(), 2);
     assert_eq!(machine.admin(Sqe::abort(9, 9)), Ok(1), "the admin queue goes on");
-    // A host that takes its rings away.
+    // The host unmaps its rings.
     machine.controller.set_memory(&blkyard_nvme::DmaMap::default());
     machine.run();
     assert!(machine.status().fatal && machine.queues.is_empty() && !machine.controller.is_remapping());

@@ -1,5 +1,5 @@
-//! Registers of the controller: every access has a defined result, and enable, reset and shutdown are as the
-//! specification has them.
+//! Registers of the controller: every access has a defined result, and enable, reset and shutdown follow the
+//! specification.
 #![forbid(unsafe_code)]
 
 #[path = "common/machine.rs"]
@@ -108,7 +108,7 @@ fn what_cannot_be_enabled_is_fatal_until_a_reset() {
         machine.write64(ACQ, cq);
         machine.write32(CC, config.bits());
         assert!(machine.status().fatal && !machine.status().ready, "{name}");
-        // Nothing is processed, and the doorbell is no doorbell.
+        // No command is processed, and doorbell writes have no effect.
         assert_eq!(machine.ring_tail(0, 1), None, "{name}");
         machine.run();
         machine.write32(CC, 0);
@@ -191,7 +191,7 @@ fn a_reset_may_come_during_a_shutdown_and_the_other_way_round() {
     machine.write32(CC, 0);
     machine.run();
     assert!(machine.status().ready, "I/O is in flight");
-    // A host that does not wait.
+    // A host that does not wait for the shutdown.
     machine.write32(CC, ControllerConfig { shutdown: 1, enabled: false, ..Machine::config() }.bits());
     machine.write32(CC, Machine::config().bits());
     machine.is_held = false;
@@ -203,7 +203,7 @@ fn a_reset_may_come_during_a_shutdown_and_the_other_way_round() {
     (machine.admin.tail, machine.admin.head, machine.admin.phase) = (0, 0, true);
     machine.queue_pair(1, 8);
 
-    // A shutdown of a controller that is not enabled, which is enabled then.
+    // A shutdown of a disabled controller, which is then enabled.
     let mut machine = Machine::new();
     machine.write32(CC, ControllerConfig { shutdown: 1, ..ControllerConfig::default() }.bits());
     machine.run();
@@ -228,14 +228,14 @@ fn an_admin_queue_of_two_entries_works_with_requests_for_events() {
     machine.write32(CC, Machine::config().bits());
     (machine.admin.tail, machine.admin.head, machine.admin.phase) = (0, 0, true);
     (machine.admin.sq_entries, machine.admin.cq_entries) = (2, 2);
-    // A request for an event holds no entry of the completion queue: the next command has one.
+    // An event request holds no entry of the completion queue, so the next command has one.
     machine.start_admin(Sqe::new(admin::ASYNC_EVENT, 0));
     assert_eq!(machine.admin_completions(), []);
     assert!(machine.admin_read(Sqe::identify(cns::CONTROLLER, 0, 0, 0), 4096).is_ok());
     machine.ring_tail(7, 1);
     let all = machine.admin_completions();
     assert_eq!((all.len(), result(all[0])), (1, Ok(0x01_00_00)), "the event");
-    // A host that does not read its completions waits; nothing is lost.
+    // A host that does not read its completions waits; no completion is lost.
     let first = machine.start_admin(Sqe::new(0xff, 0));
     machine.run();
     let second = machine.start_admin(Sqe::new(0xff, 0));

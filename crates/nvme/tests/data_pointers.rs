@@ -1,5 +1,5 @@
-//! Data pointers from both sides: the worked examples, random segments through builder and walker, and what a hostile
-//! host may write.
+//! Data pointers from both sides: the examples of the specification, random segments through builder and walker, and
+//! hostile input.
 #![forbid(unsafe_code)]
 
 use std::sync::Arc;
@@ -16,9 +16,9 @@ use proptest::prelude::*;
 static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 const PAGE: u64 = 4096;
-/// Data is mapped where it is: address and offset in its region are the same.
+/// Data is identity-mapped: an address equals the offset in its region.
 const DATA_BYTES: u64 = 64 << 20;
-/// Where the controller finds the lists.
+/// Controller address of the lists.
 const LISTS_AT: u64 = 0x8000_0000;
 const SLOTS: u16 = 4;
 const PAGES: u16 = 16;
@@ -72,7 +72,7 @@ impl Fixture {
         Ok(self.segments.iter().map(run).collect())
     }
 
-    /// The pointers of a PRP list, and how many links there are, by the rules and not by our walker.
+    /// The pointers of a PRP list and its number of links, derived from the specification, not from our walker.
     fn list(&self, mut at: u64, pointers: usize) -> (Vec<u64>, usize) {
         let (mut found, mut links) = (vec![], 0);
         while found.len() < pointers {
@@ -105,7 +105,7 @@ fn joined(pieces: &[(u64, u64)]) -> Vec<DmaSegment> {
     all
 }
 
-/// What the second entry is to be.
+/// Expected second PRP entry.
 #[derive(Clone, Copy)]
 enum Second {
     Nothing,
@@ -169,7 +169,7 @@ fn each_worked_example_comes_out_as_it_is_written() {
         fixture.pool.release(1);
         assert_eq!(fixture.pool.free_pages(), usize::from(PAGES), "example {number}");
     }
-    // The seventh is none for PRP, and one for SGL.
+    // The seventh case is invalid for PRP and valid for SGL.
     let pieces = [(0x20000, 4096), (0x55200, 512)];
     assert_eq!(fixture.pool.prp(1, 4608, segments(&pieces)), Err(ListError::Gap));
     let (psdt, pointer) = fixture.pool.map(1, 4608, segments(&pieces), Some(0)).unwrap();
@@ -177,7 +177,7 @@ fn each_worked_example_comes_out_as_it_is_written() {
     assert_eq!(fixture.walk(psdt, pointer, 4608), Ok(joined(&pieces)));
 }
 
-/// The pages that segments touch, each by its first byte that is touched.
+/// The pages of the segments, each by its first used byte.
 fn pages(pieces: &[(u64, u64)]) -> impl Iterator<Item = u64> {
     joined(pieces).into_iter().flat_map(|run| {
         let first = std::iter::once(run.addr);
@@ -211,7 +211,7 @@ fn sgl_or_prp_is_chosen_by_what_the_data_is_like() {
         }
         fixture.pool.release(0);
     }
-    // A long segment is one descriptor, in the command itself.
+    // A long segment is one descriptor in the command itself.
     assert_eq!(fixture.pool.sgl(0, 0x1_0000, segments(&long)), Ok([0x10_0200, 0x1_0000]));
 }
 
@@ -236,7 +236,7 @@ fn data_that_cannot_be_named_is_refused_and_holds_nothing() {
     assert_eq!(fixture.pool.sgl(0, 1024, segments(&[(2, 512), (0x2000, 512)])), Err(ListError::Unaligned));
     assert_eq!(fixture.pool.sgl(0, 512, segments(&far)), Err(ListError::Length));
 
-    // Three of the longest take all pages but one.
+    // Three maximum transfers take all pages but one.
     let longest = [(0x200, TRANSFER_BYTES_MAX)];
     for slot in 0..3 {
         fixture.pool.prp(slot, TRANSFER_BYTES_MAX, segments(&longest)).unwrap();
@@ -264,7 +264,7 @@ fn ranges_of_a_deallocation_are_its_data() {
     assert_eq!(fixture.pool.ranges(0, many), Err(ListError::TooMany));
 }
 
-/// A hostile PRP list or SGL: what is written to the lists, the command's pointer, its bytes, and the answer.
+/// A hostile PRP list or SGL: content of the lists, the command's pointer, its bytes, and the expected status.
 type Vector<'a> = (&'a str, &'a [(u64, &'a [u64])], [u64; 2], u64, NvmeStatus);
 
 #[test]
@@ -272,7 +272,7 @@ fn each_hostile_prp_gets_its_status() {
     const LIST: u64 = LISTS_AT;
     let gone = DATA_BYTES;
     let full: Vec<u64> = (0..512).map(|page| page * PAGE).collect();
-    // A list of 511 data pages whose last entry is data, too, though more is to come.
+    // A list of 511 data pages whose last entry is data, although more data follows.
     let (ends, tail) = (0x20_0000, LISTS_AT + PAGE);
     let around: Vec<u64> = (0..511).map(|page| page * PAGE).chain([LIST]).collect();
     let linked = |link: u64| (0..511).map(|page| page * PAGE).chain([link]).collect::<Vec<u64>>();
@@ -302,7 +302,7 @@ fn each_hostile_prp_gets_its_status() {
     ];
     for (name, lists, pointer, bytes, status) in vectors {
         let mut fixture = Fixture::new();
-        // A link that nobody meant leads out of the memory.
+        // A stray link that leads out of the memory.
         fixture.put(LIST + PAGE - 8, &[gone]);
         lists.iter().for_each(|(at, words)| fixture.put(*at, words));
         assert_eq!(fixture.walk(Psdt::Prp, *pointer, *bytes), Err(status.with_dnr()), "{name}");
@@ -312,14 +312,14 @@ fn each_hostile_prp_gets_its_status() {
     // A list that links to itself ends with the data.
     fixture.put(LIST, &around);
     assert!(fixture.walk(Psdt::Prp, [0, LIST], TRANSFER_BYTES_MAX).is_ok());
-    // A list that is read past its page: its last entry, data for the host, is a link.
+    // A list read to the end of its page: the last entry, data for the host, is a link.
     fixture.put(LIST, &full);
     fixture.put(tail, &[0x5000]);
     assert_eq!(fixture.walk(Psdt::Prp, [0, LIST], ends + 4096).map(|all| all.len()), Ok(2));
     let beyond = fixture.walk(Psdt::Prp, [0, LIST], ends + 8192).unwrap();
     assert_eq!(beyond.last().map(|run| run.addr), Some(0), "what stands in the data page 511, and not behind the list");
     assert!(!beyond.contains(&DmaSegment { addr: 0x5000, len: 4096 }));
-    // Address zero is memory like any other where it is mapped.
+    // Address zero is valid where it is mapped.
     assert_eq!(fixture.walk(Psdt::Prp, [0x1000, 0], 8192).unwrap()[1], DmaSegment { addr: 0, len: 4096 });
 }
 
@@ -404,7 +404,7 @@ fn each_hostile_sgl_gets_its_status() {
         let answer = DataWalker::new(4096, takes_sgl).walk(&fixture.map, &sqe, 512, &mut fixture.segments);
         assert_eq!(answer, Err(NvmeStatus::INVALID_FIELD.with_dnr()));
     }
-    // A chain of segments as long as is allowed, with what is allowed to be empty.
+    // A chain of segments of the maximum length, with empty descriptors where they are allowed.
     let first = flat(&[block(512), block(0), descriptor(LAST, LIST + 0x800, 16)]);
     fixture.put(LIST, &first);
     fixture.put(LIST + 0x800, &descriptor(DATA, 0x3000, 1024));
@@ -430,7 +430,7 @@ fn nothing_is_allocated_per_command() {
     }
 }
 
-/// Segments that PRP can name: a first one anywhere, then whole pages, then a last one of any length. In dwords.
+/// Segments for PRP: a first one at any offset, then whole pages, then a last one of any length. In dwords.
 fn prp_segments() -> impl Strategy<Value = Vec<(u64, u64)>> {
     let middle = prop::collection::vec((0_u64..4000, prop_oneof![4 => 1_u64..8, 1 => 1_u64..700]), 0..12);
     (0_u64..4000, 0_u64..1024, 1_u64..1025, middle).prop_map(|(first, offset, last, middle)| {
@@ -451,7 +451,7 @@ fn any_segments() -> impl Strategy<Value = Vec<(u64, u64)>> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
 
-    /// The walk finds the same bytes in the same order; no pointer but the first is unaligned; a link is there if and
+    /// The walk finds the same bytes in the same order; only the first pointer may be unaligned; a link exists if and
     /// only if more pointers are needed than fit.
     #[test]
     fn prp_entries_name_the_same_bytes_in_the_same_order(pieces in prp_segments()) {
@@ -479,7 +479,7 @@ proptest! {
         prop_assert_eq!(fixture.pool.free_pages(), usize::from(PAGES));
     }
 
-    /// Whatever the segments, what is chosen for them names the same bytes in the same order, or they are refused.
+    /// For any segments, the chosen pointer names the same bytes in the same order, or the segments are refused.
     #[test]
     fn any_segments_are_named_or_refused(pieces in any_segments(), threshold in prop_oneof![Just(0), 1_u32..100_000]) {
         let mut fixture = Fixture::new();
@@ -490,7 +490,8 @@ proptest! {
         }
     }
 
-    /// Whatever a host writes, the walk ends, names only mapped bytes, as many as asked for, and never grows its list.
+    /// For any input of a host, the walk ends, returns only mapped bytes, as many as requested, and never grows its
+    /// list.
     #[test]
     fn any_pointer_is_walked_or_refused(
         words in prop::collection::vec(prop_oneof![

@@ -1,5 +1,5 @@
-//! The driver of an I/O queue against the controller's parser, both on one thread: every operation with its content,
-//! and commands that a hostile host sends.
+//! The driver of an I/O queue with the controller's parser on one thread: every operation with its content, and hostile
+//! commands.
 #![forbid(unsafe_code)]
 
 use std::cell::{Cell, RefCell};
@@ -22,7 +22,7 @@ const SECTORS: u64 = 4096;
 const BUFFER_BYTES: usize = 16 << 20;
 const NONE: BioFlags = BioFlags::empty();
 
-/// With what a disk is tried: size of blocks, SGLs, shadow doorbells.
+/// Variant of a disk under test: block size, SGLs, shadow doorbells.
 #[derive(Clone, Copy, Debug)]
 struct Form {
     block_shift: u8,
@@ -56,7 +56,7 @@ fn store() -> Arc<Region> {
     Region::anonymous(SECTORS as usize * 512).unwrap()
 }
 
-/// What a disk does with a bio: data in a region of its own.
+/// Executes a bio on a region.
 fn ram(store: Arc<Region>) -> impl FnMut(&Bio, &RegionTable) -> Status {
     move |bio, memory| {
         let Some(place) = store.span(bio.sector * 512, bio.bytes() as usize) else { return Status::Invalid };
@@ -108,14 +108,14 @@ impl<S: FnMut(&Bio, &RegionTable) -> Status> Bench<S> {
     }
 
     fn round(&mut self) {
-        // Beyond the time after which a queue whose device was full tries again.
+        // Longer than the retry interval of a queue whose device was full.
         self.now_ns += 10_000_000;
         self.hw.issue(&mut (), self.now_ns);
         let ended = &mut self.ended;
         self.hw.reap(&mut (), self.now_ns, &mut |bio| ended.push(bio));
     }
 
-    /// Rounds until nothing is left; the statuses by cookie.
+    /// Runs rounds until the queue is idle; returns the statuses by cookie.
     fn finish(&mut self) -> Vec<(u64, Status)> {
         let mut rounds = 0;
         while !self.hw.is_idle() {
@@ -177,7 +177,8 @@ fn each_operation_arrives_as_it_was_meant() {
         assert_eq!(ask(Op::WriteZeroes, NONE, 16, 64, &[]), (Op::WriteZeroes, NONE, 16, 64, vec![]));
         let stay = BioFlags::NO_UNMAP;
         assert_eq!(ask(Op::WriteZeroes, stay, 16, 64, &[]), (Op::WriteZeroes, stay, 16, 64, vec![]));
-        // Segments that no PRP list can name are an SGL, or several requests, or refused if they meet within a block.
+        // Segments that PRP cannot describe become an SGL or several requests, or are refused if they meet within a
+        // block.
         let torn = bench.one(Op::Write, NONE, 0, 16, &[(0x1000, 4608), (0x8000, 3584)]);
         let parts: Vec<_> = seen.borrow_mut().drain(..).map(|(_, _, sector, sectors, _)| (sector, sectors)).collect();
         match (form.sgl, form.block_shift) {
@@ -246,7 +247,7 @@ fn requests_wait_for_list_pages_in_order() {
         log.borrow_mut().push(bio.sector);
         Status::Ok
     });
-    // A page of pointers each, and there are five pages.
+    // Each request needs a page of pointers, and the pool has five pages.
     for number in 0..20 {
         bench.submit(Op::Write, BioFlags::NO_MERGE, number, 512, &[(0x200, 512 * 512)], number);
     }
@@ -284,7 +285,7 @@ fn requests_of_a_silent_controller_are_sent_again_in_order() {
     let host = &mut bench.hw.driver_mut().host;
     assert_eq!((host.take_report(), host.pair().in_flight()), (Some(IoQueueReport::Cancelled), 0));
     assert!(!host.is_pending() && bench.ended.is_empty());
-    // The controller's half of the pair has not moved, and need not be made anew.
+    // The controller's half of the pair has not advanced, and can continue.
     bench.hw.driver_mut().host.command(IoQueueCommand::Start);
     bench.hw.driver_mut().controller.is_running = true;
     assert!(bench.finish().iter().all(|(_, status)| status.is_ok()));
@@ -321,7 +322,7 @@ fn a_failure_is_retried_five_times() {
         });
         assert_eq!(bench.one(Op::Read, NONE, 0, 8, &[(0, 4096)]), status);
         assert_eq!(failures.get(), calls);
-        // The next request of the slot begins with none.
+        // The next request of the slot starts with a retry count of zero.
         failures.set(fail);
         assert_eq!(bench.one(Op::Read, NONE, 0, 8, &[(0, 4096)]), Status::Ok);
     }
@@ -423,7 +424,7 @@ fn each_command_that_makes_no_sense_gets_its_status() {
     }
     assert_eq!(fixture.parse(Sqe::new(io::FLUSH, u32::MAX)), Ok(IoCommand::Bio));
     assert_eq!(fixture.parse(zeroes(0, 1000)), Ok(IoCommand::Bio), "MDTS is for data");
-    // The last blocks, of all lengths of an address.
+    // The last blocks; LBAs of every width.
     assert_eq!(fixture.parse(read(998, 2)), Ok(IoCommand::Bio));
     assert_eq!((fixture.bio.sector, fixture.bio.sectors), (998 * 8, 16));
     let write = Sqe::with_blocks(io::WRITE, 1, 0, 1, control::FUA | control::LIMITED_RETRY);
@@ -434,13 +435,13 @@ fn each_command_that_makes_no_sense_gets_its_status() {
 #[test]
 fn ranges_are_copied_once_and_discarded_in_parts() {
     let mut fixture = Parse::new();
-    // Ranges that lie across a page, whose second part is elsewhere.
+    // Ranges across a page boundary, with the second page at another address.
     fixture.memory.store_u64(0x1ff8, 5 << 32, Relaxed);
     fixture.memory.store_u64(0x7000, 77, Relaxed);
     fixture.put_ranges(0x7008, &[(100, 0), (1, 999)]);
     let sqe = Sqe::deallocate(1, 3).with_data(Psdt::Prp, [0x1ff8, 0x7000]);
     assert_eq!(fixture.parse(sqe), Ok(IoCommand::Deallocate));
-    // What a host changes now comes too late.
+    // Later changes by the host have no effect.
     fixture.put_ranges(0x7008, &[(9999, 9999), (9999, 9999)]);
     let mut all = vec![];
     while fixture.parser.discard(&FORMAT, &mut fixture.bio) {
@@ -465,14 +466,14 @@ fn ranges_are_copied_once_and_discarded_in_parts() {
     assert_eq!(fixture.parse(hint), Ok(IoCommand::Nothing), "its data is not looked at");
 }
 
-/// What a test asks for, in terms small enough to collide often.
+/// A random request, with numbers small enough to collide often.
 #[derive(Clone, Debug)]
 struct Request {
     op: Op,
     block: u64,
-    /// Blocks of each piece of data, or one number for a range.
+    /// Blocks of each segment, or a single number for a range.
     pieces: Vec<u32>,
-    /// Bytes in front of each piece, in dwords.
+    /// Gap before each segment, dwords.
     gap: u64,
 }
 
@@ -493,7 +494,7 @@ fn request() -> impl Strategy<Value = Request> {
     })
 }
 
-/// A byte of a sector that was written in a round.
+/// Content of a sector after its write in a round.
 fn byte(sector: u64, round: usize) -> u8 {
     (sector * 7 + round as u64 * 13 + 1) as u8
 }
@@ -501,8 +502,8 @@ fn byte(sector: u64, round: usize) -> u8 {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 150, ..ProptestConfig::default() })]
 
-    /// A disk behind a driver, a queue pair and a controller is a disk. What overlaps with anything in flight waits for
-    /// it here.
+    /// A disk behind a driver, a queue pair and a controller behaves like a disk. Requests that overlap one in flight
+    /// are submitted after it.
     #[test]
     fn a_disk_is_a_disk_whatever_lies_between(
         form in 0_usize..8,
@@ -537,7 +538,7 @@ proptest! {
             busy[range.clone()].fill(true);
             let mut pieces = vec![];
             let mut next = sector;
-            // PRP lists can name whole pages and one piece of anything; SGLs all.
+            // PRP lists can describe whole pages and one segment of any form; SGLs all.
             let is_legal = form.sgl || (form.block_shift == 12 && request.gap == 0);
             let lens = if is_legal { request.pieces } else { vec![request.pieces.iter().sum()] };
             for len in lens.into_iter().filter(|_| request.op.has_data()) {

@@ -2,10 +2,10 @@
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test --release -p blkyard-nvme --test loom_doorbell`
 //!
-//! The host announces each command by itself. A write of the register is loom's `Notify`, which keeps as an eventfd
-//! does one that comes before the sleep: a wake-up that is lost is an order of events in which all sleep, and fails the
-//! model. With any one precaution left out that happens. To show it, a controller may instead fall asleep until the
-//! host has sent all, and look whether the register was written by then.
+//! The host announces each command by itself. A write of the register is loom's `Notify`, which like an eventfd keeps a
+//! signal from before the sleep. A lost wake-up leaves all threads asleep and fails the model, as happens without any
+//! one of the barriers and checks. To show this, a controller may instead sleep until the host has sent all commands,
+//! and check whether the register was written by then.
 #![cfg(loom)]
 
 use blkyard_nvme::doorbell::{SharedWord, announce, listen};
@@ -14,7 +14,7 @@ use loom::sync::{Arc, Notify};
 use loom::thread;
 use std::sync::atomic::AtomicBool;
 
-/// Entries of the ring. The run goes round its end.
+/// Entries of the ring. The run wraps around its end.
 const ENTRIES: u16 = 4;
 const START: u16 = 3;
 
@@ -43,8 +43,8 @@ struct Shared {
 type Announce = fn(&Word, &Word, u16, u16) -> bool;
 type Listen = fn(&Word, &Word, u16) -> u32;
 
-/// The host sends so many commands, one by one; the controller sleeps whenever it may until it has them all. With
-/// `lost` it sleeps until the host has sent all, and says there whether nobody woke it.
+/// The host sends this number of commands one by one; the controller sleeps whenever it may until it has received them
+/// all. With `lost` it sleeps until the host has sent all, and records whether it was not woken.
 fn run(commands: u16, announce: Announce, listen: Listen, lost: Option<std::sync::Arc<AtomicBool>>) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = Some(4);
@@ -52,7 +52,7 @@ fn run(commands: u16, announce: Announce, listen: Listen, lost: Option<std::sync
         let word = |value: u16| Word(AtomicU32::new(value.into()));
         let shared = Arc::new(Shared {
             doorbell: word(START),
-            // Of an earlier sleep.
+            // Left over from an earlier sleep.
             event: word(START - 1),
             register: Notify::new(),
             is_rung: loom::sync::atomic::AtomicBool::new(false),
@@ -100,7 +100,7 @@ fn run(commands: u16, announce: Announce, listen: Listen, lost: Option<std::sync
     });
 }
 
-/// Whether a controller can be left asleep.
+/// Whether a controller can miss a wake-up.
 fn is_lost(announce: Announce, listen: Listen) -> bool {
     let lost = std::sync::Arc::new(AtomicBool::new(false));
     run(2, announce, listen, Some(std::sync::Arc::clone(&lost)));

@@ -75,7 +75,7 @@ fn shadow_doorbells_spare_the_register_until_it_is_asked_for() {
     let memory = Memory::new(4, 0, true);
     let (mut host, mut controller) = (memory.host(), memory.controller());
     let tail = || memory.registers.load_u32(sq_doorbell(QID, 0), Relaxed);
-    // The event index begins at zero, which the first step leaves.
+    // The event index starts at zero, which the first step passes.
     host.push(0, read(0));
     assert!(host.announce());
     for round in 0..20 {
@@ -88,7 +88,7 @@ fn shadow_doorbells_spare_the_register_until_it_is_asked_for() {
         }
         let before = tail();
         host.push(0, read(0));
-        // Without an event the index comes round to the last one that was asked for.
+        // Without new event indexes, the index wraps to the last requested one.
         let is_rung = host.announce();
         assert!(is_rung || (!is_asleep && tail() == before), "round {round}");
     }
@@ -131,7 +131,7 @@ fn no_command_is_fetched_before_its_completion_has_room() {
         let token = controller.fetch().unwrap().unwrap().token;
         controller.complete(token, NvmeStatus::SUCCESS, 0);
     }
-    // More, although nothing that is complete was read: an honest host has no slot left.
+    // More commands although no completion was read: a correct host has no free slot.
     memory.put_sqe(3, read(5).with_cid(0xf00));
     memory.ring_tail(0);
     assert_eq!(controller.fetch(), Ok(None));
@@ -174,11 +174,11 @@ fn each_completion_that_no_controller_writes_is_refused_and_counted() {
         memory.put_cqe(0, lie(cid));
         assert_eq!(polled(&mut host), [], "{}", fault.name());
         assert_eq!((host.faults().get(*fault), host.faults().total()), (1, 1), "{}", fault.name());
-        // It is in flight as before, and what is true is believed.
+        // The command is still in flight, and a correct completion is accepted.
         assert_eq!((host.in_flight(), host.cid(1)), (1, Some(cid)));
         memory.put_cqe(1, Cqe::new(cid, QID, 1, OK, 5, true));
         assert_eq!(polled(&mut host), [Completed { slot: 1, status: OK, result: 5 }]);
-        // The same again is late.
+        // The same completion again is stale.
         memory.put_cqe(2, Cqe::new(cid, QID, 1, OK, 5, true));
         assert_eq!((polled(&mut host), host.faults().total()), (vec![], 2));
         host.push(1, read(0));
@@ -196,7 +196,7 @@ fn a_controller_that_never_stops_ends_a_poll_with_the_ring() {
     let memory = Memory::new(8, 0, false);
     let (mut host, _) = with_one(&memory);
     for round in 0..3 {
-        // All entries new, which no controller may do; the phase changes with each round.
+        // All entries look new, which is invalid; the phase changes with each round.
         (0..8).for_each(|index| memory.put_cqe(index, Cqe::new(9, QID, 0, NvmeStatus::SUCCESS, 0, round % 2 == 0)));
         host.poll(|_| panic!("nothing is complete"));
         assert_eq!(host.faults().get(CqeFault::SlotOutOfRange), 8 * (round + 1));
@@ -277,7 +277,7 @@ fn doorbells_that_no_host_writes_stop_the_queue() {
             let out = [controller.fetch().unwrap().unwrap(), controller.fetch().unwrap().unwrap()];
             controller.complete(out[0].token, NvmeStatus::SUCCESS, 0);
             lie(&memory);
-            // The head is looked at when there is no room, or before sleep.
+            // The head is read when the ring is full, or before a sleep.
             assert_eq!(controller.arm(), Err(fault));
             assert_eq!((controller.fetch(), controller.fault()), (Err(fault), Some(fault)));
             memory.ring_tail(3);
@@ -304,7 +304,7 @@ fn a_cid_in_use_is_refused_and_the_first_command_stays() {
         let cqe = refused(index);
         assert_eq!((cqe.cid(), cqe.status()), (cid, NvmeStatus::CID_CONFLICT.with_dnr()));
     }
-    // Once it is complete it may be used again.
+    // The cid may be reused after its completion.
     controller.complete(fetched[0].token, NvmeStatus::SUCCESS, 0);
     memory.put_sqe(5, read(9).with_cid(0xffff));
     memory.ring_tail(6);
@@ -351,18 +351,18 @@ fn turn() -> impl Strategy<Value = Turn> {
     ]
 }
 
-/// What the test knows of both sides.
+/// Expected state of both sides.
 struct Run {
     host: HostQueuePair,
     controller: ControllerQueuePair,
-    /// Slots by what they read, from push to completion.
+    /// Read LBA by slot, from push to completion.
     pushed: HashMap<u16, u64>,
-    /// Announced or not, in order.
+    /// LBAs of pushed commands, announced or not, in order.
     queued: VecDeque<u64>,
     announced: usize,
     out: Vec<Fetched>,
     next: u64,
-    /// The controller was told that it may sleep, and was not woken.
+    /// Whether the controller may sleep and was not woken since.
     is_asleep: bool,
 }
 
@@ -401,7 +401,7 @@ impl Run {
             }
             Turn::Fetch => {
                 let fetched = self.controller.fetch().unwrap();
-                // The completion ring has room for as many commands as the host has slots, less what it has not told.
+                // The completion ring has room for as many commands as the host has slots, less the unread completions.
                 assert!(fetched.is_some() || self.announced == 0, "{} are announced", self.announced);
                 if let Some(fetched) = fetched {
                     assert_eq!(Some(fetched.sqe.slba()), self.queued.pop_front(), "in order");
@@ -437,8 +437,8 @@ impl Run {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
 
-    /// Any load in any order of turns: commands arrive in order, once announced; completions come back in any order,
-    /// each once, with their own result; nobody sleeps while there is something to fetch.
+    /// For any load and order of steps: commands arrive in order once announced; completions return in any order, each
+    /// once, with their own result; neither side sleeps while work is available.
     #[test]
     fn any_order_of_turns_keeps_each_command(
         entries in prop_oneof![Just(2_u16), Just(3), Just(4), Just(7), Just(16)],
@@ -455,7 +455,7 @@ proptest! {
     }
 }
 
-/// Two threads: the controller sleeps whenever it may, and is woken only where a register was written.
+/// Two threads: the controller sleeps whenever it may, and is woken only by writes of a register.
 #[test]
 fn two_threads_lose_no_wake_up() {
     use std::sync::mpsc;
@@ -490,7 +490,7 @@ fn two_threads_lose_no_wake_up() {
             is_rung |= host.poll(|completed| free.push(completed.slot));
             back += (free.len() - before) as u64;
             if is_rung {
-                // A wake-up that is there already is enough.
+                // A pending wake-up suffices.
                 let _ = wake.try_send(());
             } else if free.len() == before && free.is_empty() {
                 std::thread::yield_now();

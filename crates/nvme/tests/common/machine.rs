@@ -1,4 +1,4 @@
-//! A controller with its queues, devices in memory, and a host that writes what a test likes: all on one thread.
+//! A controller with its queues, devices in memory, and a host that writes arbitrary values, all on one thread.
 
 #![allow(dead_code, reason = "each test program uses a part of it")]
 
@@ -14,7 +14,7 @@ use blkyard_nvme::{
     NamespaceTable, NextBio, NvmeStatus, Psdt, SQE_BYTES, ServedNamespace, Sqe,
 };
 
-/// Where the controller finds the memory of the host, and how much there is.
+/// Controller address and size of the host's memory.
 pub const BASE: u64 = 0x10_0000;
 pub const MEMORY_BYTES: usize = 8 << 20;
 /// Bytes of each device.
@@ -23,10 +23,10 @@ pub const DEVICE_BYTES: usize = 1 << 20;
 pub const ADMIN_ENTRIES: u16 = 32;
 pub const PAGE: u64 = 4096;
 pub const MDTS_BYTES: u32 = 64 << 10;
-/// What lies at an address that the controller does not reach.
+/// An unmapped address.
 pub const UNMAPPED: u64 = 1 << 40;
 
-/// A ring pair as a raw host has it: no checks.
+/// A ring pair of a raw host, without checks.
 #[derive(Clone, Copy, Debug)]
 pub struct RawQueue {
     pub sqid: u16,
@@ -45,15 +45,15 @@ pub struct Machine {
     pub queues: BTreeMap<u16, ControllerIoQueue>,
     pub devices: Vec<Arc<Region>>,
     bios: Vec<Box<Bio>>,
-    /// Bios that devices keep while `is_held`.
+    /// Bios held back by devices while `is_held`.
     pub held: Vec<(u16, Box<Bio>)>,
     pub is_held: bool,
-    /// What devices answer to everything, if not Ok.
+    /// Status of every request if not Ok.
     pub answer: Status,
-    /// Flushes that the controller asked for, and answers to them are held back while `is_flush_held`.
+    /// Flushes requested by the controller; their answers are held back while `is_flush_held`.
     pub flushes: Vec<u64>,
     pub is_flush_held: bool,
-    /// What devices were asked: operation, flags, device, sector and sectors.
+    /// Requests to devices: operation, flags, device, sector and sectors.
     pub seen: Vec<(Op, u8, u16, u64, u32)>,
     /// Vectors that were signalled.
     pub vectors: Vec<u16>,
@@ -103,7 +103,7 @@ pub fn namespaces() -> NamespaceTable {
     table
 }
 
-/// Bytes of the region before and behind the memory of the host, which no controller has any business with.
+/// Guard bytes before and after the host's memory, which no controller may access.
 const GUARD_BYTES: usize = 64 << 10;
 const GUARD: u8 = 0x5a;
 
@@ -194,7 +194,7 @@ impl Machine {
         assert!(self.status().ready, "{:?}", self.status());
     }
 
-    /// A page of the memory of the host that nobody uses.
+    /// An unused page of the host's memory.
     pub fn page(&mut self) -> u64 {
         self.next_page += PAGE;
         assert!(self.next_page <= BASE + MEMORY_BYTES as u64);
@@ -228,7 +228,7 @@ impl Machine {
         self.put(addr, &bytes);
     }
 
-    /// Whether nothing was written beside the memory of the host.
+    /// Whether no byte outside the host's memory was written.
     pub fn guards_are_whole(&self) -> bool {
         let mut bytes = vec![0; GUARD_BYTES];
         [0, GUARD_BYTES + MEMORY_BYTES].into_iter().all(|at| {
@@ -237,7 +237,7 @@ impl Machine {
         })
     }
 
-    /// Everything that has something to do does it, until nothing has.
+    /// Runs turns until no part has work.
     pub fn run(&mut self) {
         for _ in 0..10_000 {
             if !self.turn() {
@@ -247,7 +247,7 @@ impl Machine {
         panic!("the machine does not come to rest");
     }
 
-    /// One turn. Says whether anything happened.
+    /// One turn. Returns whether any part had work.
     pub fn turn(&mut self) -> bool {
         let mut is_busy = false;
         if self.controller.poll(self.now_ns) {
@@ -315,7 +315,7 @@ impl Machine {
         is_busy | self.controller.arm()
     }
 
-    /// Devices answer all that they keep.
+    /// Completes all bios held back by devices.
     pub fn release(&mut self) -> usize {
         let held = std::mem::take(&mut self.held);
         let count = held.len();
@@ -331,7 +331,7 @@ impl Machine {
         count
     }
 
-    /// Puts a command into a ring, with this cid, and rings.
+    /// Puts a command with this cid into a ring, and writes the doorbell.
     pub fn push(&mut self, queue: &mut RawQueue, sqe: Sqe, cid: u16) {
         self.put_words(queue.sq + u64::from(queue.tail) * SQE_BYTES as u64, &sqe.with_cid(cid).0);
         queue.tail = (queue.tail + 1) % queue.sq_entries;
@@ -346,7 +346,7 @@ impl Machine {
         self.write32(0x1004 + usize::from(cqid) * 8, head)
     }
 
-    /// The completions that are there; the head is rung.
+    /// Takes the available completions, and writes the head doorbell.
     pub fn take(&mut self, queue: &mut RawQueue) -> Vec<Cqe> {
         let mut all = vec![];
         loop {
@@ -370,7 +370,7 @@ impl Machine {
         self.next_cid
     }
 
-    /// Sends an admin command without waiting; its cid.
+    /// Sends an admin command without waiting; returns its cid.
     pub fn start_admin(&mut self, sqe: Sqe) -> u16 {
         let (mut queue, cid) = (self.admin, self.cid());
         self.push(&mut queue, sqe, cid);
@@ -443,7 +443,7 @@ pub fn result(cqe: Cqe) -> Result<u64, NvmeStatus> {
     if cqe.status().is_success() { Ok(cqe.result()) } else { Err(cqe.status().without_flags()) }
 }
 
-/// What a disk does with a bio: data in a region of its own.
+/// Executes a bio on a region.
 fn ram(store: &Arc<Region>, bio: &Bio, memory: &RegionTable) -> Status {
     if bio.op == Op::Flush {
         return Status::Ok;

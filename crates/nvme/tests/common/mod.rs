@@ -18,7 +18,7 @@ const PAGE: usize = 4096;
 
 pub struct Memory {
     pub rings: QueueRings,
-    /// From the first doorbell on.
+    /// Registers from the first doorbell on.
     pub registers: View,
     pub doorbells: Doorbells,
     shadow: Option<ShadowDoorbells>,
@@ -48,12 +48,12 @@ impl Memory {
         ControllerQueuePair::new(QID, rings, &self.doorbells)
     }
 
-    /// Moves the tail of the submission queue, as a host that writes what it likes.
+    /// Moves the tail of the submission queue to any value.
     pub fn ring_tail(&self, tail: u32) {
         self.words().store_u32(sq_doorbell(QID, self.stride), tail, Release);
     }
 
-    /// Moves the head of the completion queue.
+    /// Moves the head of the completion queue to any value.
     pub fn ring_head(&self, head: u32) {
         self.words().store_u32(cq_doorbell(QID, self.stride), head, Release);
     }
@@ -62,12 +62,12 @@ impl Memory {
         self.shadow.as_ref().map_or(&self.registers, |shadow| &shadow.doorbells)
     }
 
-    /// Writes a command, as a host that writes what it likes.
+    /// Writes any command.
     pub fn put_sqe(&self, index: u16, sqe: Sqe) {
         self.rings.sq.store_u64s(usize::from(index) * SQE_BYTES, sqe.0, Relaxed);
     }
 
-    /// Writes a completion, as a controller that writes what it likes.
+    /// Writes any completion.
     pub fn put_cqe(&self, index: u16, cqe: Cqe) {
         self.rings.cq.store_u64s(usize::from(index) * CQE_BYTES, cqe.0, Release);
     }

@@ -1,4 +1,4 @@
-//! From a controller that was never touched to queues and namespaces, and what happens where it refuses.
+//! Bring-up from an untouched controller to queues and namespaces, and the handling of refusals.
 
 use blkyard_mq::{Op, QueueCounts};
 use blkyard_nvme::{
@@ -236,7 +236,7 @@ fn a_keep_alive_is_sent_at_half_its_time() {
         let sent = |rig: &Rig| rig.fake.borrow().count(admin::KEEP_ALIVE);
         rig.run(|rig| sent(rig) == 4, 100 * S);
         assert_eq!((rig.now_ns - start_ns) / S, interval_s * 4 + if interval_s == 2 { 2 } else { 0 });
-        // Not answered: the controller is reset.
+        // Without an answer the controller is reset.
         rig.fake.borrow_mut().mute = true;
         rig.run(|rig| rig.host.state() == ControllerState::Resetting, 20 * S);
         rig.fake.borrow_mut().mute = false;
@@ -262,18 +262,18 @@ fn a_command_of_the_user_is_passed_on() {
         panic!("a command without data")
     };
     assert_eq!((status, IdentifyController::parse(&data)), (NvmeStatus::SUCCESS, rig.fake.borrow().identify.clone()));
-    // To the controller, the rest of the page is zero.
+    // For data to the controller, the rest of the page is zero.
     let timestamp = Sqe::feature(admin::SET_FEATURES, feature::TIMESTAMP, 0);
     let event = ask(&mut rig, timestamp, AdminData::Write(&[1, 2, 3]));
     assert_eq!(event, HostEvent::Completed { user: 77, status: NvmeStatus::SUCCESS, result: 0, data: None });
     let mut want = [0; 4096];
     want[..3].copy_from_slice(&[1, 2, 3]);
     assert_eq!(rig.fake.borrow().written, want);
-    // Of a controller that is reset it is given back.
+    // A reset returns the command with an error.
     rig.fake.borrow_mut().mute = true;
     let event = ask(&mut rig, unknown, AdminData::None);
     assert_eq!(event, HostEvent::Completed { user: 77, status: NvmeStatus::HOST_ABORTED, result: 0, data: None });
-    // And one that is not live takes none.
+    // A controller that is not live accepts no command.
     assert_ne!(rig.host.state(), ControllerState::Live);
     assert_eq!(rig.host.submit_admin(unknown, AdminData::None, 78, S, rig.now_ns), Err(78));
 }

@@ -1,4 +1,4 @@
-//! The register sequences: what is written, how long is waited, and what failure means.
+//! The register sequences: their writes, time limits and failures.
 
 use blkyard_nvme::registers::{CAP, CC, Capabilities, ControllerConfig};
 use blkyard_nvme::{AdminRings, ControllerTransport, Disable, Enable, HostStep, NvmeHostError, Silence};
@@ -16,7 +16,7 @@ fn rings(transport: &FakeTransport) -> (AdminRings, blkyard_mem::DmaMapping) {
     (AdminRings { sq_addr: addr, cq_addr: addr + 4096, entries: 32 }, mapping)
 }
 
-/// Steps until the machine ends, and says when. The clock follows its deadlines.
+/// Steps until the sequence ends; returns the result and the time. The clock follows its deadlines.
 fn run(transport: &mut FakeTransport, mut advance: impl FnMut(&mut FakeTransport, u64) -> HostStep) -> (HostStep, u64) {
     let mut now_ns = transport.fake.borrow().now_ns;
     for _ in 0..200_000 {
@@ -36,7 +36,7 @@ fn enable(transport: &mut FakeTransport) -> (HostStep, u64) {
     let (rings, mapping) = rings(transport);
     let mut enable = Enable::new(rings);
     let end = run(transport, |transport, now_ns| enable.advance(transport, now_ns));
-    // The controller has the rings until it is disabled.
+    // The controller uses the rings until it is disabled.
     std::mem::forget(mapping);
     end
 }
@@ -90,7 +90,7 @@ fn a_controller_that_cannot_be_driven_is_refused() {
     assert_eq!(refused(|cap| cap.queue_entries_max = 1), HostStep::Failed(NvmeHostError::QueueEntries(1)));
 }
 
-/// Units of 500 ms: CAP.TO and one, or CRTO.CRWMT if that is longer and there are ready modes.
+/// Units of 500 ms: CAP.TO plus one, or CRTO.CRWMT if it is longer and ready modes are supported.
 #[test]
 fn the_controller_says_how_long_it_may_take() {
     for (timeout, ready_modes, crto, ms) in [(0, 0, 99, 500), (9, 0, 99, 5000), (0, 1, 8, 4000), (9, 1, 0, 5000)] {
@@ -113,7 +113,7 @@ fn a_device_that_stays_unready_is_reset_once() {
     let (end, now_ns) = enable(&mut transport);
     assert_eq!((end, now_ns), (HostStep::Done, 5500 * MS + 3 * MS));
     assert_eq!(transport.fake.borrow().function_resets, 1);
-    // A fatal error while it is awaited is the same.
+    // A fatal error during the wait has the same result.
     let mut transport = FakeTransport::new();
     transport.fake.borrow_mut().fatal = true;
     assert_eq!(enable(&mut transport).0, HostStep::Failed(NvmeHostError::Fatal));
@@ -127,7 +127,7 @@ fn a_controller_that_reads_all_ones_is_gone() {
     transport.fake.borrow_mut().gone = true;
     assert_eq!(transport.read32(CAP), Ok(u32::MAX));
     assert!(matches!(enable(&mut transport).0, HostStep::Failed(NvmeHostError::Gone(_))));
-    // Gone is silent.
+    // A device that is gone is silent.
     let (end, _, silence) = disable(&mut transport, None);
     assert_eq!((end, silence), (HostStep::Done, Some(Silence::Gone)));
     // Unplugged while it becomes ready.

@@ -1,4 +1,4 @@
-//! Failure: late commands, resets, removal. Each race that the driver of Linux had to learn has a test of its name.
+//! Failure: late commands, resets, removal. Each race known from Linux's driver has a test with its name.
 
 use blkyard_mq::{Op, Status};
 use blkyard_nvme::{
@@ -8,7 +8,7 @@ use blkyard_nvme::{
 use crate::fake::{FakeController, FakeTransport, namespace};
 use crate::rig::{MS, Rig, S, config};
 
-/// A live controller with I/O that ends when the test says so.
+/// A live controller whose I/O completes when the test says so.
 fn slow(queues: u16, change: impl FnOnce(&mut FakeController)) -> Rig {
     let transport = FakeTransport::new();
     {
@@ -32,7 +32,7 @@ fn reset(rig: &mut Rig) {
     rig.run(|rig| rig.host.state() == ControllerState::Live && rig.fake.borrow().enables == 2, 100 * S);
 }
 
-/// Waits until a late command was judged so often.
+/// Waits until this number of late commands were judged.
 fn judged(rig: &mut Rig, count: usize) {
     rig.run(|rig| rig.actions.len() >= count, 200 * S);
 }
@@ -40,7 +40,7 @@ fn judged(rig: &mut Rig, count: usize) {
 #[test]
 fn a_late_command_is_aborted_and_then_the_controller_reset() {
     let mut rig = slow(1, |fake| {
-        // Aborts find nothing.
+        // Aborts have no effect.
         fake.ignored.insert(admin::ABORT, 0);
     });
     rig.submit(1, 0, Op::Write, 3).unwrap();
@@ -154,7 +154,7 @@ fn buffers_stay_lent_until_the_controller_is_silent() {
         rig.host.reset(rig.now_ns);
         rig.run(|rig| rig.host.state() == ControllerState::Live, 10 * S);
     }
-    // Once more, and they end as soon as they are cancelled.
+    // A second reset: requests end as soon as they are cancelled.
     rig.run(|rig| rig.fake.borrow().pending.len() == 10, S);
     let pending = rig.fake.borrow().pending.clone();
     rig.fake.borrow_mut().idle_delay_ns = 3 * S;
@@ -162,7 +162,7 @@ fn buffers_stay_lent_until_the_controller_is_silent() {
     let mut transfers = 0;
     while rig.ended.is_empty() {
         rig.round();
-        // As long as it is not idle it may move data, whatever was deleted.
+        // Until it is idle it may transfer data, although its queues are deleted.
         let mut fake = rig.fake.borrow_mut();
         if !fake.is_silent() {
             pending.iter().for_each(|io| assert!(fake.transfer(&io.sqe).is_success()));
@@ -243,7 +243,7 @@ fn race_completion_between_timeout_and_abort() {
     rig.fake.borrow_mut().complete(0, NvmeStatus::SUCCESS);
     rig.turn_queue(1);
     assert_eq!(statuses(&rig), [Status::Ok]);
-    // The same slot is used again.
+    // The same slot is reused.
     rig.submit(1, 0, Op::Write, 1).unwrap();
     rig.turn_queue(1);
     rig.deliver_late(0);
@@ -273,7 +273,7 @@ fn race_abort_completes_after_the_command() {
     rig.fake.borrow_mut().answer(token, NvmeStatus::SUCCESS, 1);
     rig.fake.borrow_mut().ignored.clear();
     rig.round();
-    // The budget is whole again.
+    // The abort budget is restored.
     rig.submit(1, 0, Op::Write, 1).unwrap();
     judged(&mut rig, 2);
     assert_eq!(rig.actions, [LateAction::Abort; 2]);
@@ -322,7 +322,7 @@ fn race_timeout_during_reset() {
 
 #[test]
 fn race_admin_timeout_during_reset() {
-    // In each phase the controller falls silent: the way down ends, and a way up that hangs kills the controller.
+    // The controller stops responding in each phase: a teardown ends, and a bring-up that hangs kills the controller.
     for (opcode, state) in [
         (admin::DELETE_SQ, ControllerState::Live),
         (admin::DELETE_CQ, ControllerState::Live),
@@ -344,7 +344,7 @@ fn race_admin_timeout_during_reset() {
 
 #[test]
 fn race_unplug_during_reset() {
-    // After so many rounds of the reset.
+    // Unplugged after this number of rounds of the reset.
     for rounds in 0..40 {
         let mut rig = slow(2, |_| ());
         rig.submit(1, 0, Op::Write, 0).unwrap();
@@ -371,7 +371,7 @@ fn race_unplug_under_load() {
     }
     rig.round();
     rig.fake.borrow_mut().gone = true;
-    // Nobody tells: the first late command finds it out.
+    // Without a hot-unplug event, the first late command detects it.
     rig.run(|rig| rig.host.state() == ControllerState::Dead, 300 * S);
     rig.finish();
     assert_eq!(statuses(&rig), [Status::Offline; 20]);
@@ -422,7 +422,7 @@ fn race_completion_of_an_earlier_generation_after_a_reset() {
     assert_eq!(rig.ended, [], "a late completion is refused");
     let faults = rig.queues.get_mut(&1).unwrap().driver_mut().queue.pair().faults().total();
     assert_eq!(faults, 1);
-    // It took the place of an honest one: the request is late, and a reset mends that.
+    // It has replaced a valid completion: the request is late, and is resubmitted by a reset.
     rig.host.reset(rig.now_ns);
     prompt(&rig);
     rig.finish();
@@ -500,7 +500,7 @@ fn what_is_in_flight_may_end_before_a_removal() {
 
 #[test]
 fn a_suspended_controller_goes_on_where_it_was() {
-    // Requests end within their time, or they are sent again.
+    // Requests complete within the time limit, or they are resubmitted.
     for is_slow in [false, true] {
         let mut rig = slow(2, |_| ());
         for round in 0..8 {
@@ -518,7 +518,7 @@ fn a_suspended_controller_goes_on_where_it_was() {
             let waited_s = (rig.now_ns - before_ns) / S;
             assert!(if is_slow { (30..35).contains(&waited_s) } else { waited_s < 2 }, "{waited_s} s");
             assert_eq!(rig.fake.borrow().shutdowns, round as u32 + 1);
-            // For hours.
+            // Suspended for hours.
             for _ in 0..100 {
                 rig.now_ns += 100 * S;
                 rig.round();
@@ -587,7 +587,7 @@ fn commands_are_told_in_their_order() {
     rig.host.reset(rig.now_ns);
     rig.advance_host();
     assert_eq!(rig.commands, [(1, IoQueueCommand::Stop)]);
-    // A queue that does not answer is waited for: it may be sending.
+    // A queue without an answer is awaited, since it may still send commands.
     for _ in 0..50 {
         rig.turn_fake();
         rig.advance_host();

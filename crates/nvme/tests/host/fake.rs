@@ -1,8 +1,8 @@
-//! A controller for tests of the host: registers with delays, admin commands, and I/O that ends when the test says so.
+//! A controller for tests of the host: registers with delays, admin commands, and I/O that completes on command.
 //!
-//! It breaks where it is told to: it does not become ready or idle, answers nothing, rejects queues, is unplugged. It
-//! notes what no host may do ([`FakeController::violations`]): above all that memory was given back while it could
-//! still reach it.
+//! It fails on request: it does not become ready or idle, does not respond, rejects queues, is unplugged. It records
+//! violations by the host ([`FakeController::violations`]), above all memory returned while the controller could still
+//! access it.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -23,7 +23,7 @@ use blkyard_nvme::{
 
 use crate::peer::{PAGE, Peer, Transport, map_of};
 
-/// An I/O command that was fetched and is not complete.
+/// A fetched I/O command that is not complete.
 #[derive(Clone, Copy, Debug)]
 pub struct PendingIo {
     pub qid: u16,
@@ -39,7 +39,7 @@ pub struct FakeController {
     aqa: u32,
     asq: u64,
     acq: u64,
-    /// When RDY follows EN.
+    /// Time when RDY follows EN.
     ready_at_ns: Option<u64>,
     ready: bool,
     pub ready_delay_ns: u64,
@@ -48,7 +48,7 @@ pub struct FakeController {
     pub never_idle: bool,
     pub fatal: bool,
     pub gone: bool,
-    /// Although it is gone it may move data: its process hangs.
+    /// Whether it may still transfer data although it is gone, like a hanging process.
     pub lingers: bool,
     pub can_reset_function: bool,
     pub function_resets: u32,
@@ -59,16 +59,16 @@ pub struct FakeController {
     pub uuids: HashMap<u32, [u8; 16]>,
     pub nvm_limits: Option<[u8; 16]>,
     pub has_active_list: bool,
-    /// I/O queues that are granted; none for a failure of the feature.
+    /// Number of granted I/O queues; if unset, the feature fails.
     pub grant: Option<u16>,
     granted: u16,
-    /// Queues from this one on are rejected.
+    /// First rejected queue identifier.
     pub reject_from: Option<u16>,
-    /// The n-th command of an opcode is not answered.
+    /// By opcode: index of the command that is not answered.
     pub ignored: HashMap<u8, u32>,
-    /// Tokens of those that were not.
+    /// Tokens of commands that were not answered.
     pub ignored_tokens: Vec<u16>,
-    /// Admin commands are not answered.
+    /// Whether no admin command is answered.
     pub mute: bool,
     pub vectors: u16,
     pub shares_doorbells: bool,
@@ -80,15 +80,15 @@ pub struct FakeController {
     domain: Arc<DmaDomain>,
     map: DmaMap,
     map_changes: u64,
-    /// Data of the last Set Features that had any.
+    /// Data of the last Set Features with data.
     pub written: [u8; PAGE],
-    /// Admin commands in their order.
+    /// Admin commands, in order.
     pub log: Vec<Sqe>,
     pub pending: Vec<PendingIo>,
-    /// I/O ends at once.
+    /// Whether I/O completes at once.
     pub is_prompt: bool,
     event: Option<u16>,
-    /// Pages of data that the host has lent, by address.
+    /// Data pages lent by the host, by address.
     pub lent: Rc<RefCell<HashSet<u64>>>,
     pub disk: HashMap<u64, u64>,
     pub violations: Vec<String>,
@@ -181,7 +181,7 @@ impl FakeTransport {
 }
 
 impl FakeController {
-    /// Lets registers follow the time.
+    /// Updates registers to this time.
     fn follow(&mut self, now_ns: u64) {
         self.now_ns = now_ns;
         let wants = self.config & 1 == 1;
@@ -199,7 +199,7 @@ impl FakeController {
         }
     }
 
-    /// Disabled: nothing is known of any queue any more.
+    /// Disabled: drops all queues.
     fn forget(&mut self) {
         self.admin = None;
         self.cqs.clear();
@@ -361,7 +361,7 @@ impl FakeController {
         self.answer(token, status, result);
     }
 
-    /// Completes the asynchronous event request, if there is one.
+    /// Completes the asynchronous event request, if pending.
     pub fn event(&mut self, result: u64) -> bool {
         let Some(token) = self.event.take() else { return false };
         self.answer(token, NvmeStatus::SUCCESS, result);
@@ -418,7 +418,7 @@ impl FakeController {
         NvmeStatus::SUCCESS
     }
 
-    /// Completes a pending I/O command; if it succeeds, with its data.
+    /// Completes a pending I/O command, with its data on success.
     pub fn complete(&mut self, number: usize, status: NvmeStatus) {
         let pending = self.pending.remove(number);
         let status = if status.is_success() { self.transfer(&pending.sqe) } else { status };
@@ -433,12 +433,12 @@ impl FakeController {
         ring.store_u64s(0, Cqe::new(cid, qid, 1, NvmeStatus::SUCCESS, 0, true).0, std::sync::atomic::Ordering::Release);
     }
 
-    /// Whether it can touch no memory.
+    /// Whether it can access no memory.
     pub fn is_silent(&self) -> bool {
         !self.ready
     }
 
-    /// Moves the data of a command: it is reached whether or not the command will be completed.
+    /// Transfers the data of a command, whether or not the command will be completed.
     pub fn transfer(&mut self, sqe: &Sqe) -> NvmeStatus {
         self.remap();
         let Some(namespace) = self.namespaces.get(&sqe.nsid()) else { return NvmeStatus::INVALID_NAMESPACE.with_dnr() };
@@ -464,7 +464,7 @@ impl FakeController {
             if !self.lent.borrow().contains(&page) {
                 self.violations.push(format!("{:?} reached page {page:#x} that was given back", bio.op));
             }
-            // One word a request stands for its data.
+            // One word represents the data of a request.
             if bio.op == Op::Read {
                 let word = self.disk.get(&key).copied().unwrap_or(0);
                 span.part(0, 8).copy_from_slice(&word.to_le_bytes());
@@ -483,12 +483,12 @@ impl FakeController {
         }
     }
 
-    /// I/O queues that exist.
+    /// Number of I/O queues.
     pub fn queue_count(&self) -> usize {
         self.queues.len()
     }
 
-    /// Admin commands of this opcode so far.
+    /// Number of admin commands of this opcode so far.
     pub fn count(&self, opcode: u8) -> usize {
         self.log.iter().filter(|sqe| sqe.opcode() == opcode).count()
     }

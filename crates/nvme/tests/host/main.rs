@@ -1,4 +1,4 @@
-//! The host's side of a controller against one that the tests control: registers, bring-up, failure and races.
+//! The host side of a controller against test controllers: registers, bring-up, failure and races.
 #![forbid(unsafe_code)]
 
 mod bring_up;

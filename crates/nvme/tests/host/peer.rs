@@ -1,4 +1,4 @@
-//! What stands behind a transport in these tests: the controller that breaks where it is told to, or the real one.
+//! The controllers behind a transport in these tests: the fake that fails on request, or the real one.
 
 use std::cell::RefCell;
 use std::collections::HashSet;
@@ -13,28 +13,28 @@ pub const PAGE: usize = 4096;
 
 /// A controller on the thread of its host.
 pub trait Peer {
-    /// Lets registers follow the time.
+    /// Updates registers to this time.
     fn at(&mut self, now_ns: u64);
-    /// Does what there is to do.
+    /// Executes available work.
     fn turn(&mut self, now_ns: u64);
-    /// All ones from one that is unplugged.
+    /// Returns all ones once unplugged.
     fn read32(&mut self, offset: usize) -> u32;
     fn write32(&mut self, offset: usize, value: u32);
-    /// Its doorbells, if it shares them.
+    /// The doorbells, if shared.
     fn doorbells(&self) -> Option<View>;
     fn vectors(&self) -> u16;
     fn reset_function(&mut self) -> bool;
-    /// Whether it can reach no memory once it is unplugged.
+    /// Whether it can access no memory once it is unplugged.
     fn is_silent_when_gone(&self) -> bool {
         true
     }
-    /// Pages of data that the host has lent, by address.
+    /// Data pages lent by the host, by address.
     fn lent(&self) -> Rc<RefCell<HashSet<u64>>>;
-    /// What no host may do.
+    /// Recorded violations by the host.
     fn violations(&self) -> Vec<String>;
 }
 
-/// A controller as its host reaches it.
+/// Transport to a test controller.
 pub struct Transport<P> {
     pub fake: Rc<RefCell<P>>,
     domain: Arc<DmaDomain>,
@@ -50,7 +50,7 @@ pub fn base(region: &Region) -> u64 {
     region.span(0, 1).unwrap().as_ptr() as u64
 }
 
-/// The regions of a domain at our own addresses.
+/// Maps the regions of a domain at our own addresses.
 pub fn map_of(domain: &DmaDomain) -> DmaMap {
     let regions = domain.regions();
     let range = |(region, memory): (usize, &Arc<Region>)| DmaRange {

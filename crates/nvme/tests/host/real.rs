@@ -1,4 +1,4 @@
-//! Host and controller of this crate against each other: both sides of a reset, with I/O that devices still have.
+//! Host and controller of this crate against each other: both sides of a reset, with I/O held by devices.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -16,11 +16,11 @@ use crate::peer::{PAGE, Peer, Transport, map_of};
 use crate::rig::{MS, Rig, S, config};
 use crate::walk::Chance;
 
-/// Walks of a test run.
+/// Walks per test run.
 const SEEDS: u64 = 500;
 const STEPS: usize = 300;
 
-/// The controller with its queues, and devices that answer when they are told to.
+/// The controller with its queues, and devices that complete on command.
 struct RealController {
     controller: Controller,
     queues: BTreeMap<u16, ControllerIoQueue>,
@@ -88,7 +88,7 @@ impl RealController {
         }
     }
 
-    /// A device is done with a bio.
+    /// Completes a bio of a device.
     fn complete(&mut self, number: usize, status: Status) {
         let (cqid, token, bio) = self.held.remove(number);
         let Some(queue) = self.queues.get_mut(&cqid) else {
@@ -118,7 +118,7 @@ impl RealController {
         let mut over = vec![];
         for (cqid, queue) in &mut self.queues {
             queue.publish();
-            // As an owner that sleeps after each turn.
+            // Like an owner that sleeps after each turn.
             queue.arm();
             while let Some(reply) = queue.take_reply() {
                 if matches!(reply, ControllerQueueReply::Stopped | ControllerQueueReply::Deleted) {
@@ -255,7 +255,7 @@ fn doorbells_that_are_not_shared_begin_anew_after_a_reset() {
             rig.host.forward_doorbells(1, now_ns);
             rig.pass();
         }
-        // A stale head of the completion queue is none that an honest host writes.
+        // A stale head of the completion queue would be a violation.
         rig.check();
         assert_eq!(rig.ended.len(), total);
         rig.host.reset(rig.now_ns);
@@ -275,7 +275,7 @@ fn a_late_command_is_aborted_by_our_controller() {
     assert_eq!(rig.host.state(), ControllerState::Live);
 }
 
-/// Random order of everything, with resets, suspends, removals and unplugs.
+/// All actions in random order, with resets, suspends, removals and unplugs.
 fn walk(seed: u64, lives: &mut u64) {
     let mut chance = Chance(seed);
     let mut rig = live(1 + chance.below(4) as u16);

@@ -1,7 +1,7 @@
 //! A host, its I/O queues and a fake controller on one thread and one clock.
 //!
-//! What threads would send each other lies in lists until it is delivered: commands to the owners of I/O queues, their
-//! reports, and late commands. Tests deliver all of it in each round, or as a seed says.
+//! Messages between threads are lists until they are delivered: commands to the owners of I/O queues, their reports,
+//! and late commands. Tests deliver all of them in each round, or in the order of a seed.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -20,7 +20,7 @@ use crate::peer::{PAGE, Peer, Transport, base};
 
 pub const MS: u64 = 1_000_000;
 pub const S: u64 = 1_000_000_000;
-/// Pages of the buffer, one a bio.
+/// Pages of the buffer, one per bio.
 const PAGES: u32 = 256;
 /// Sectors of a bio.
 pub const SECTORS: u32 = 8;
@@ -59,13 +59,13 @@ pub struct Rig<P = FakeController> {
     pub fake: Rc<RefCell<P>>,
     pub queues: BTreeMap<u16, HwQueue<QueueDriver>>,
     pub now_ns: u64,
-    /// The least that time goes on by.
+    /// Minimum time step.
     pub tick_ns: u64,
-    /// On their way between threads.
+    /// Messages in flight between threads.
     pub commands: Vec<(u16, IoQueueCommand)>,
     pub reports: Vec<(u16, IoQueueReport)>,
     pub late: Vec<LateCommand>,
-    /// What was decided about late commands.
+    /// Decisions about late commands.
     pub actions: Vec<LateAction>,
     /// All other events.
     pub events: Vec<HostEvent>,
@@ -73,13 +73,13 @@ pub struct Rig<P = FakeController> {
     _mapping: DmaMapping,
     lent: Rc<RefCell<HashSet<u64>>>,
     free_pages: Vec<u32>,
-    /// By cookie: what a bio in flight is.
+    /// Bios in flight by cookie.
     flying: HashMap<u64, Flying>,
     busy: HashSet<u64>,
     cookies: u64,
-    /// What a read must find, by namespace and sector; none if a write has failed there.
+    /// Expected data of a read by namespace and sector; `None` after a failed write.
     pub model: HashMap<u64, Option<u64>>,
-    /// Cookies and statuses of bios that are over, in that order.
+    /// Cookies and statuses of completed bios, in order.
     pub ended: Vec<(u64, Status)>,
     deadline_ns: Option<u64>,
 }
@@ -102,7 +102,7 @@ pub fn config(submitters: u16) -> NvmeHostConfig {
 }
 
 impl<P: Peer> Rig<P> {
-    /// A host whose controller was not started.
+    /// A host whose controller is not started.
     pub fn new(transport: Transport<P>, config: NvmeHostConfig) -> Rig<P> {
         let buffer = Region::anonymous(PAGES as usize * PAGE).unwrap();
         let mapping = transport.dma_domain().map(vec![Arc::clone(&buffer)]);
@@ -132,7 +132,7 @@ impl<P: Peer> Rig<P> {
         }
     }
 
-    /// One that is live.
+    /// A host with a live controller.
     pub fn live(transport: Transport<P>, config: NvmeHostConfig) -> Rig<P> {
         let mut rig = Rig::new(transport, config);
         rig.start();
@@ -146,7 +146,7 @@ impl<P: Peer> Rig<P> {
         self.run(|rig| !rig.host.is_busy(), 5000 * S);
     }
 
-    /// The controller does what it has to.
+    /// Runs the controller.
     pub fn turn_fake(&mut self) {
         self.fake.borrow_mut().turn(self.now_ns);
     }
@@ -195,7 +195,7 @@ impl<P: Peer> Rig<P> {
         self.late.extend(queue.take_late());
     }
 
-    /// The owner of an I/O queue has its turn.
+    /// Runs the owner of an I/O queue.
     pub fn turn_queue(&mut self, qid: u16) {
         let mut over = vec![];
         let hw = self.queues.get_mut(&qid).unwrap();
@@ -207,7 +207,7 @@ impl<P: Peer> Rig<P> {
         self.look_at(qid);
     }
 
-    /// Everybody has a turn, and all is delivered.
+    /// Runs all parts once, and delivers all messages.
     pub fn round(&mut self) {
         self.turn_fake();
         self.advance_host();
@@ -226,14 +226,14 @@ impl<P: Peer> Rig<P> {
         self.turn_fake();
     }
 
-    /// Lets time go on to the next deadline.
+    /// Advances the time to the next deadline.
     pub fn pass(&mut self) {
         let queues = self.queues.values().filter_map(HwQueue::deadline_ns::<()>).min();
         let next_ns = [self.deadline_ns, queues].into_iter().flatten().min().unwrap_or(self.now_ns + MS);
         self.now_ns = next_ns.clamp(self.now_ns + self.tick_ns, self.now_ns + S);
     }
 
-    /// Rounds until something holds.
+    /// Runs rounds until a condition holds.
     pub fn run(&mut self, until: impl Fn(&Rig<P>) -> bool, limit_ns: u64) {
         let limit_ns = self.now_ns + limit_ns;
         loop {
@@ -248,7 +248,7 @@ impl<P: Peer> Rig<P> {
         }
     }
 
-    /// Rounds until all bios are over.
+    /// Runs rounds until all bios are complete.
     pub fn finish(&mut self) {
         self.run(|rig| rig.flying.is_empty(), 2000 * S);
         self.check();
@@ -259,12 +259,12 @@ impl<P: Peer> Rig<P> {
         assert!(violations.is_empty(), "{violations:?}");
     }
 
-    /// Bios in flight.
+    /// Number of bios in flight.
     pub fn in_flight(&self) -> usize {
         self.flying.len()
     }
 
-    /// Submits a bio to a queue, unless the queue or the buffer is full or something is in flight at its place.
+    /// Submits a bio to a queue, unless the queue or the buffer is full or its sector is in use.
     pub fn submit(&mut self, qid: u16, namespace: u16, op: Op, block: u64) -> Option<u64> {
         let nsid = u64::from(self.host.namespaces().get(usize::from(namespace))?.namespace.nsid);
         let hw = self.queues.get_mut(&qid)?;

@@ -1,8 +1,8 @@
-//! Random walks: host, queues and controller move in any order, messages arrive late, and the controller breaks. Each
-//! seed is a walk that can be repeated: `NVME_WALK=seed`.
+//! Random walks: host, queues and controller move in any order, messages arrive late, and the controller fails. A walk
+//! can be repeated by its seed: `NVME_WALK=seed`.
 //!
-//! Held at every step: a bio ends once; a read finds what was last written; the controller reaches no memory that was
-//! given back; a controller that was healed or unplugged leaves no bio behind.
+//! Checked at every step: a bio completes once; a read finds the last written data; the controller accesses no returned
+//! memory; a controller that was repaired or unplugged leaves no bio behind.
 
 use blkyard_mq::{Op, Status};
 use blkyard_nvme::{ControllerState, NvmeHostConfig, NvmeStatus, admin};
@@ -10,9 +10,9 @@ use blkyard_nvme::{ControllerState, NvmeHostConfig, NvmeStatus, admin};
 use crate::fake::{FakeTransport, namespace};
 use crate::rig::{MS, Rig, S, config};
 
-/// Walks of a test run.
+/// Walks per test run.
 const SEEDS: u64 = 2000;
-/// Steps before the controller is healed.
+/// Steps before the controller is repaired.
 const STEPS: usize = 400;
 
 /// SplitMix64.
@@ -36,7 +36,7 @@ impl Chance {
     }
 }
 
-/// What a walk did, to see that walks go everywhere.
+/// Actions of a walk, to check that walks cover all of them.
 #[derive(Debug, Default)]
 struct Seen {
     bios: u64,
@@ -52,7 +52,7 @@ struct Walk {
     rig: Rig,
     chance: Chance,
     queues: u16,
-    /// Something was done for which requests may fail.
+    /// Whether an action may have caused requests to fail.
     may_fail: bool,
 }
 
@@ -118,7 +118,7 @@ impl Walk {
         }
     }
 
-    /// Data moves and nobody is told: what a slow controller does.
+    /// Transfers data without a completion, like a slow controller.
     fn transfer(&mut self) {
         let pending = self.rig.fake.borrow().pending.len();
         let Some(number) = self.pick(pending) else { return };
@@ -197,7 +197,7 @@ impl Walk {
         }
     }
 
-    /// The controller is well again, or unplugged if nothing else helps; all that is in flight ends.
+    /// Repairs the controller, or unplugs it as the last resort; all I/O in flight ends.
     fn heal(&mut self) {
         {
             let mut fake = self.rig.fake.borrow_mut();
@@ -212,7 +212,7 @@ impl Walk {
         self.rig.host.resume(self.rig.now_ns);
         self.rig.run(|rig| !rig.host.is_busy() && rig.commands.is_empty(), 600 * S);
         if self.rig.host.state() == ControllerState::Live {
-            // Queues that were lost come back.
+            // Lost queues are created again.
             self.rig.host.reset(self.rig.now_ns);
             self.rig.run(|rig| !rig.host.is_busy() && rig.commands.is_empty(), 600 * S);
         }
@@ -233,7 +233,7 @@ fn walk(seed: u64, seen: &mut Seen) {
     assert_eq!(walk.rig.in_flight(), 0);
     match state {
         ControllerState::Live => {
-            // A healed controller works.
+            // A repaired controller works.
             for qid in 1..=walk.queues {
                 if let Some(cookie) = walk.rig.submit(qid, 0, Op::Write, 1000 + u64::from(qid)) {
                     walk.rig.finish();
@@ -260,7 +260,7 @@ fn no_walk_loses_a_request_or_touches_memory_that_was_given_back() {
     let one = std::env::var("NVME_WALK").ok().and_then(|seed| seed.parse().ok());
     let seeds = one.map_or(0..SEEDS, |seed| seed..seed + 1);
     for seed in seeds {
-        // The seed is printed only if the walk fails.
+        // The seed is only printed if the walk fails.
         println!("NVME_WALK={seed}");
         walk(seed, &mut seen);
     }
