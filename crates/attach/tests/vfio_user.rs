@@ -26,7 +26,7 @@ const VECTORS: u32 = 3;
 const READ_WRITE: u32 = 3;
 const MMAP: u32 = 4;
 
-/// What the server has seen and been given.
+/// State of the server: the device, and what it received.
 #[derive(Debug, Default)]
 struct Seen {
     config: Vec<u8>,
@@ -42,7 +42,7 @@ struct Seen {
 }
 
 impl Seen {
-    /// As after power-on: a list of capabilities with MSI-X as the second.
+    /// After power-on: a list of capabilities with MSI-X as the second.
     fn power_on(&mut self) {
         let mut config = vec![0; 256];
         config[0x06] = 0x10;
@@ -154,7 +154,7 @@ fn open(socket: &Path) -> Result<VfioUserController, VfioUserError> {
     VfioUserController::open(&VfioUserConfig::new(socket, Arc::new(SystemClock)).unwrap())
 }
 
-/// A controller of such a server, and what the server has seen.
+/// A controller of such a server, and the state of the server.
 fn controller(
     folder: &Path,
     seen: Seen,

@@ -1,5 +1,5 @@
-//! A vfio-user server that hangs, closes, lies, or asks for memory by message: every call ends, with an error that
-//! names what happened, and no byte outside mapped memory is touched.
+//! A vfio-user server that hangs, closes, sends wrong replies, or accesses memory by message: every call ends with a
+//! specific error, and no byte outside mapped memory is accessed.
 #![forbid(unsafe_code)]
 
 use std::io::{self, Read, Write};
@@ -20,30 +20,30 @@ use blkyard_wire::vfio_user::{
     RegionFlags, RegionInfo, VfioReply, VfioRequest, VfioVersion, region_index,
 };
 
-/// How long the server may take for a reply.
+/// Time limit of the server's replies.
 const LIMIT: Duration = Duration::from_mins(1);
 
-/// What the server does with a command in place of the honest reply. None: the honest reply.
+/// Handles a command in place of the correct reply; `None` for the correct reply.
 type Lie = Box<dyn FnMut(&VfioRequest<'_>, u16, &mut UnixStream) -> Option<Then> + Send>;
 
-/// What follows.
+/// Next action of the server.
 enum Then {
-    /// The next command.
+    /// Handle the next command.
     GoOn,
-    /// The honest reply, too.
+    /// Also send the correct reply.
     Honest,
-    /// Nothing more is read; the connection stays open until the client closes it.
+    /// Stop reading; keep the connection open until the client closes it.
     Hang,
-    /// The server closes.
+    /// Close the connection.
     Close,
 }
 
-/// Time that passes faster once a server hangs: no honest reply is late on a busy machine.
+/// A clock that jumps once a server hangs, so that no correct reply is late on a busy machine.
 #[derive(Debug, Default)]
 struct JumpingClock(AtomicBool);
 
 impl JumpingClock {
-    /// More than any limit here.
+    /// Longer than any time limit here.
     const JUMP: Duration = Duration::from_hours(1);
 
     fn jump(&self) {
@@ -57,7 +57,7 @@ impl TimeSource for JumpingClock {
     }
 
     fn wait(&self, fds: &mut [PollFd<'_>], _deadline: Option<Instant>) -> io::Result<usize> {
-        // Early returns are normal.
+        // Early returns are allowed.
         blkyard_sys::wait_for(fds, Some(Duration::from_millis(5)))
     }
 }
@@ -71,7 +71,7 @@ fn read_message(stream: &mut UnixStream) -> Option<(MessageHeader, Vec<u8>)> {
     Some((header, payload))
 }
 
-/// The reply of a device with nothing but a configuration space and BAR 0, all zero.
+/// The reply of a device with only a configuration space and BAR 0, all zeros.
 fn honest<'a>(request: &VfioRequest<'_>, zeroes: &'a [u8]) -> VfioReply<'a> {
     match request {
         VfioRequest::Version(version) => VfioReply::Version(VfioVersion { ..version.clone() }),
@@ -92,14 +92,14 @@ fn honest<'a>(request: &VfioRequest<'_>, zeroes: &'a [u8]) -> VfioReply<'a> {
     }
 }
 
-/// A server for one client, on its thread. It ends when the client has closed, and says whether that was at a message's
-/// end.
+/// A server for one client, on its thread. It ends when the client has closed the connection, and returns whether that
+/// was at the end of a message.
 fn serve(socket: &Path, mut lie: Lie) -> JoinHandle<()> {
     let listener = UnixListener::bind(socket).unwrap();
     std::thread::spawn(move || {
         let (mut stream, _) = listener.accept().unwrap();
         while let Some((header, payload)) = read_message(&mut stream) {
-            // Descriptors are dropped by a plain read, and counted as none.
+            // A plain read drops descriptors, so their number is zero.
             let request = VfioRequest::parse(header.command, &payload, 0, 1 << 20).unwrap();
             match lie(&request, header.id, &mut stream) {
                 Some(Then::GoOn) => continue,
@@ -135,7 +135,7 @@ fn open(lie: Lie) -> Result<VfioUserController, VfioUserError> {
     open_with(lie, |_| {})
 }
 
-/// A lie about one command; all others are answered honestly.
+/// A wrong reply to one command; all others get the correct reply.
 fn about(command: Command, mut answer: impl FnMut(u16, &mut UnixStream) -> Then + Send + 'static) -> Lie {
     Box::new(move |request, id, stream| (request.command() == command).then(|| answer(id, stream)))
 }
@@ -211,7 +211,7 @@ fn a_server_that_closes_or_lies_is_named() {
 fn capabilities_that_lead_in_a_circle_come_to_an_end() {
     let lie: Lie = Box::new(|request, id, stream| {
         let VfioRequest::RegionRead(access) = request else { return None };
-        // Status with a list, whose every entry points to itself.
+        // The status register with a capability list in which every entry points to itself.
         let data = vec![0x50; access.count as usize];
         stream.write_all(&VfioReply::RegionRead(*access, &data).encode(id)).unwrap();
         Some(Then::GoOn)
@@ -230,7 +230,7 @@ fn an_error_ends_the_connection_for_good() {
     assert!(matches!(error, VfioUserError::Frame(FrameError::Size { .. })), "{error}");
     assert_eq!(controller.read_register(0x1c), Err(error.clone()));
     assert_eq!(controller.failure(), Some(error));
-    // It has seen our end, and closed its own: from then on the host may use the memory again.
+    // The server has seen our end and closed its own; the host may reuse the memory from then on.
     for _ in 0..3000 {
         assert_eq!(controller.read32(0x1c), Err(DeviceGone));
         if controller.is_silent_when_gone() {
@@ -242,7 +242,7 @@ fn an_error_ends_the_connection_for_good() {
     panic!("the server did not see the end of the connection");
 }
 
-/// The server asks for memory by message while a command waits for its reply.
+/// The server accesses memory by message while a command waits for its reply.
 #[test]
 fn mapped_memory_is_read_and_written_by_message_and_no_other() {
     let region = Region::shared(0x3000).unwrap();
@@ -283,7 +283,7 @@ fn mapped_memory_is_read_and_written_by_message_and_no_other() {
     assert_eq!(&bytes, b"abcdef");
 }
 
-/// A server that never stops asking, and never answers, is late like any other.
+/// A server that keeps sending commands and never replies exceeds the time limit like any other.
 #[test]
 fn a_server_that_only_asks_is_late() {
     let clock = Arc::new(JumpingClock::default());

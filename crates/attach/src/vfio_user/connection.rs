@@ -1,7 +1,7 @@
 //! The socket of a session: commands and their replies, with a time limit for each.
 //!
-//! One call sends a command and awaits its reply. Commands of the server that come meanwhile are answered. Owned by the
-//! thread that controls the device; never used on a lane.
+//! One call sends a command and waits for its reply. Commands of the server that arrive meanwhile are answered. Owned
+//! by the thread that controls the device; never used on a lane.
 
 use std::collections::VecDeque;
 use std::io;
@@ -19,17 +19,17 @@ use rustix::net::{RecvFlags, SendFlags};
 use crate::vfio_user::VfioUserError;
 use crate::vfio_user::session::{ClientSession, DESCRIPTORS_MAX, PeerLimits, SessionEvent, VfioAnswer};
 
-/// Limit of replies to the server's commands that wait for room in the socket; at the limit nothing more is read.
+/// Maximum replies waiting for room in the socket; at the limit, reading stops.
 const REPLIES_MAX: usize = 4;
 
-/// Reads of the socket at a time: a server that never stops sending blocks no other work.
+/// Maximum reads of the socket in a row, so a server that keeps sending blocks no other work.
 const READS_MAX: usize = 64;
 
-/// Memory of ours that the server may ask for by message.
+/// Memory that the server accesses by messages.
 pub(crate) trait DmaMemory {
-    /// Copies bytes out. False if they are not mapped for the server.
+    /// Copies bytes out. Returns false if they are not mapped for the server.
     fn read(&self, access: DmaAccess, to: &mut [u8]) -> bool;
-    /// Copies bytes in. False if they are not mapped for the server.
+    /// Copies bytes in. Returns false if they are not mapped for the server.
     fn write(&self, access: DmaAccess, from: &[u8]) -> bool;
 }
 
@@ -38,7 +38,7 @@ pub(crate) trait DmaMemory {
 struct Outgoing {
     bytes: Vec<u8>,
     sent: usize,
-    /// They go with the first byte.
+    /// Descriptors; sent with the first byte.
     descriptors: Vec<OwnedFd>,
 }
 
@@ -49,14 +49,14 @@ pub(crate) struct ServerConnection {
     session: ClientSession<OwnedFd>,
     out: VecDeque<Outgoing>,
     clock: Arc<dyn TimeSource>,
-    /// Readable when the device is closed: then no reply is waited for.
+    /// Readable when the device is closed: waiting for replies then ends.
     end: Arc<EventFd>,
-    /// Why the connection is of no use any more.
+    /// Error that made the connection unusable.
     failed: Option<VfioUserError>,
 }
 
 impl ServerConnection {
-    /// A connection over this socket, on which a version is agreed on.
+    /// A connection over this socket, with a negotiated version.
     pub(crate) fn open(
         stream: UnixStream,
         clock: Arc<dyn TimeSource>,
@@ -75,12 +75,12 @@ impl ServerConnection {
         self.session.peer().expect("a version was agreed on when the connection was opened")
     }
 
-    /// Why the connection is of no use any more.
+    /// Error that made the connection unusable.
     pub(crate) fn failure(&self) -> Option<&VfioUserError> {
         self.failed.as_ref()
     }
 
-    /// Whether the server has closed its end: it has released our memory, or its process has ended.
+    /// Whether the server has closed its end. It has then released our memory, or its process has ended.
     pub(crate) fn is_closed_by_peer(&self) -> bool {
         is_ready(&self.stream, PollFlags::empty())
     }
@@ -88,7 +88,7 @@ impl ServerConnection {
     /// Sends a command, and waits for its reply.
     ///
     /// # Errors
-    /// [`VfioUserError::Refused`] leaves the connection in use; any other error ends it.
+    /// [`VfioUserError::Refused`] leaves the connection usable; any other error ends it.
     pub(crate) fn call(
         &mut self,
         request: &VfioRequest<'_>,
@@ -102,10 +102,10 @@ impl ServerConnection {
         }
     }
 
-    /// Answers commands of the server that have come, without waiting. To be called when the socket is readable.
+    /// Answers pending commands of the server without waiting. To be called when the socket is readable.
     ///
     /// # Errors
-    /// The connection is of no use any more.
+    /// The connection is unusable.
     pub(crate) fn look(&mut self, memory: &dyn DmaMemory) -> Result<(), VfioUserError> {
         self.guarded(|connection| {
             connection.send()?;
@@ -119,7 +119,7 @@ impl ServerConnection {
         })
     }
 
-    /// Ends the connection at the first error, with a shutdown that the server sees.
+    /// Ends the connection at the first error, with a shutdown visible to the server.
     fn guarded<T>(
         &mut self,
         work: impl FnOnce(&mut ServerConnection) -> Result<T, VfioUserError>,
@@ -129,7 +129,7 @@ impl ServerConnection {
         }
         work(self).inspect_err(|error| {
             self.failed = Some(error.clone());
-            // A server that has closed already needs no shutdown.
+            // After the server has closed, no shutdown is needed.
             let _ = self.stream.shutdown(Shutdown::Write);
         })
     }
@@ -155,7 +155,7 @@ impl ServerConnection {
         }
     }
 
-    /// Sends as much as there is room for.
+    /// Sends as much as fits the socket.
     fn send(&mut self) -> Result<(), VfioUserError> {
         while let Some(message) = self.out.front_mut() {
             let descriptors: Vec<_> = message.descriptors.iter().map(AsFd::as_fd).collect();
@@ -212,7 +212,7 @@ impl ServerConnection {
         Ok(Received::Part)
     }
 
-    /// Waits until there is something to receive, room to send, or a reply is overdue.
+    /// Waits until data arrives, the socket has room, or a reply is overdue.
     fn wait(&self) -> Result<(), VfioUserError> {
         let what = match self.out.len() {
             0 => PollFlags::IN,
@@ -235,13 +235,13 @@ impl AsFd for ServerConnection {
 enum Received {
     /// No data.
     Nothing,
-    /// A part of a message, or a command of the server, which is carried out.
+    /// A part of a message, or a command of the server that was executed.
     Part,
     /// The reply to the command with this id.
     Reply(u16, Result<VfioAnswer<OwnedFd>, u32>),
 }
 
-/// No memory of ours.
+/// No accessible memory.
 impl DmaMemory for () {
     fn read(&self, _access: DmaAccess, _to: &mut [u8]) -> bool {
         false

@@ -1,8 +1,8 @@
-//! An NVMe controller that a vfio-user server offers: registers by message, doorbells in shared memory where the server
-//! has them there, memory mapped by descriptor, interrupts by eventfd.
+//! An NVMe controller of a vfio-user server: registers by message, doorbells in shared memory if the server offers it,
+//! memory mapped by descriptor, interrupts by eventfd.
 //!
 //! [`VfioUserController`] is owned by the thread that controls the device. Queues get the doorbells, addresses and
-//! eventfds, and never come here. Each call takes no longer than the server's replies may.
+//! eventfds, and do not use it. Each call is bounded by the time limit of the server's replies.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
@@ -23,12 +23,12 @@ use crate::vfio_user::memory::ServerMemory;
 use crate::vfio_user::pci::{self, CONFIG_BYTES, MsixCapability};
 use crate::vfio_user::session::VfioAnswer;
 
-/// Where the doorbells begin in BAR 0 (NVMe over PCIe 1.0, 3.1.2).
+/// Offset of the doorbells in BAR 0 (NVMe over PCIe 1.0, 3.1.2).
 const DOORBELLS_AT: u64 = 0x1000;
-/// Bytes of the doorbells of one queue, at least.
+/// Minimum doorbell bytes of one queue.
 const DOORBELL_PAIR_BYTES: u64 = 8;
 
-/// How a controller is reached.
+/// Connection parameters of a controller.
 #[derive(Clone, Debug)]
 pub struct VfioUserConfig {
     /// The server's socket.
@@ -37,16 +37,16 @@ pub struct VfioUserConfig {
     pub connector: Arc<dyn Connector>,
     /// The clock of the thread that controls the device.
     pub clock: Arc<dyn TimeSource>,
-    /// How long the server may take for a reply.
+    /// Time limit of the server's replies.
     pub reply_max: Duration,
-    /// Interrupt vectors to use, at most as many as the device has.
+    /// Maximum interrupt vectors to use.
     pub vectors_max: u16,
-    /// Readable when the device is closed: then no reply is waited for.
+    /// Readable when the device is closed: waiting for replies then ends.
     pub end: Arc<EventFd>,
 }
 
 impl VfioUserConfig {
-    /// The defaults, for a socket: a vector for the admin queue and for each of 32 I/O queues.
+    /// The defaults for a socket, with one vector for the admin queue and one for each of 32 I/O queues.
     ///
     /// # Errors
     /// The process or the system has no descriptors left.
@@ -55,7 +55,7 @@ impl VfioUserConfig {
             socket: socket.into(),
             connector: Arc::new(DirectConnector),
             clock,
-            // A busy machine answers within milliseconds, and hardly ever within seconds.
+            // A busy machine answers within milliseconds, hardly ever within seconds.
             reply_max: Duration::from_secs(10),
             vectors_max: 33,
             end: Arc::new(EventFd::new()?),
@@ -77,7 +77,7 @@ pub struct VfioUserController {
     domain: Arc<DmaDomain>,
     /// Signalled when the domain's list has changed.
     dma_changed: Arc<EventFd>,
-    /// The server takes DEVICE_RESET.
+    /// Whether the server supports DEVICE_RESET.
     is_resettable: bool,
     bar0_bytes: u64,
     msix: Option<MsixCapability>,
@@ -87,7 +87,8 @@ pub struct VfioUserController {
 }
 
 impl VfioUserController {
-    /// Connects to the server, and prepares the device as a PCI driver does. Its registers are as the server has them.
+    /// Connects to the server, and sets the device up as a PCI driver does. The registers of the controller are
+    /// unchanged.
     ///
     /// # Errors
     /// See [`VfioUserError`].
@@ -147,7 +148,7 @@ impl VfioUserController {
         self.state_mut().write_region(region_index::BAR0, offset, &value.to_le_bytes())
     }
 
-    /// Resets the device, and prepares it again. False if the server cannot.
+    /// Resets the device and sets it up again. Returns false if the server does not support it.
     ///
     /// # Errors
     /// See [`VfioUserError`].
@@ -165,12 +166,12 @@ impl VfioUserController {
         &self.domain
     }
 
-    /// Readable when memory is to be mapped or unmapped by [`VfioUserController::sync_dma`].
+    /// Readable when [`VfioUserController::sync_dma`] has memory to map or unmap.
     pub fn dma_changed(&self) -> &EventFd {
         &self.dma_changed
     }
 
-    /// Has the server map the domain's regions, and unmap all others.
+    /// Has the server map new regions of the domain and unmap removed ones.
     ///
     /// # Errors
     /// See [`VfioUserError`].
@@ -181,14 +182,14 @@ impl VfioUserController {
         memory.sync(connection, &self.domain)
     }
 
-    /// Device address of a byte of a region that the domain lists; a new region is mapped first. `None` if the server
-    /// cannot map it, or does not answer any more.
+    /// Device address of a byte of a region in the domain's list; a new region is mapped first. `None` if the server
+    /// cannot map it or does not respond.
     pub fn mapped_address(&self, region: &Arc<Region>, offset: u64) -> Option<u64> {
         self.sync_dma().ok()?;
         self.lock().memory.address(region, offset)
     }
 
-    /// The doorbell registers as memory that is shared with the server. Without, each is written by
+    /// The doorbell registers as memory shared with the server. If unset, each doorbell is written by
     /// [`VfioUserController::write_register`].
     pub fn shared_doorbells(&self) -> Option<&View> {
         self.doorbells.as_ref()
@@ -199,31 +200,31 @@ impl VfioUserController {
         self.doorbell_bytes
     }
 
-    /// The eventfd of each interrupt vector. The server has a copy of each.
+    /// The eventfd of each interrupt vector, shared with the server.
     pub fn eventfds(&self) -> &[EventFd] {
         &self.vectors
     }
 
-    /// Answers messages that the server sends by itself. To be called when the socket is readable.
+    /// Answers commands of the server. To be called when the socket is readable.
     ///
     /// # Errors
-    /// The server is gone, or broke the protocol.
+    /// The server is gone, or has violated the protocol.
     pub fn look(&mut self) -> Result<(), VfioUserError> {
         let DeviceState { connection, memory } = self.state_mut();
         connection.look(memory)
     }
 
-    /// Why the connection is of no use any more.
+    /// Error that made the connection unusable.
     pub fn failure(&self) -> Option<VfioUserError> {
         self.lock().connection.failure().cloned()
     }
 
-    /// Whether the server has closed the connection: it has released our memory, or has ended.
+    /// Whether the server has closed the connection. It has then released our memory, or has ended.
     pub fn is_closed_by_server(&self) -> bool {
         self.lock().connection.is_closed_by_peer()
     }
 
-    /// A copy of the socket's descriptor, to wait for messages that the server sends by itself, or for its end.
+    /// A duplicate of the socket's descriptor, to wait for commands of the server or its end.
     ///
     /// # Errors
     /// The process or the system has no descriptors left.
@@ -231,7 +232,7 @@ impl VfioUserController {
         self.lock().connection.as_fd().try_clone_to_owned()
     }
 
-    /// A driver's work after a reset: BAR 0, bus master, interrupts.
+    /// Set-up after a reset: BAR 0, bus master, interrupts.
     fn prepare(&mut self) -> Result<(), VfioUserError> {
         let (msix, bar0_bytes) = (self.msix, self.bar0_bytes);
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
@@ -257,7 +258,7 @@ impl VfioUserController {
 }
 
 impl DeviceState {
-    /// Reads bytes of a region, in messages as long as the server takes.
+    /// Reads bytes of a region, in messages of the server's maximum size.
     pub(crate) fn read_region(&mut self, region: u32, offset: u64, to: &mut [u8]) -> Result<(), VfioUserError> {
         let bytes_max = self.connection.peer().data_bytes as usize;
         let mut at = offset;
@@ -271,7 +272,7 @@ impl DeviceState {
         Ok(())
     }
 
-    /// Writes bytes of a region, in messages as long as the server takes.
+    /// Writes bytes of a region, in messages of the server's maximum size.
     pub(crate) fn write_region(&mut self, region: u32, offset: u64, from: &[u8]) -> Result<(), VfioUserError> {
         let bytes_max = self.connection.peer().data_bytes as usize;
         let mut at = offset;
@@ -302,7 +303,7 @@ impl DeviceState {
         }
     }
 
-    /// A region, asked for again if its description is longer.
+    /// A region's description, requested again with a larger size if needed.
     fn region(&mut self, index: u32) -> Result<(RegionInfo, Vec<OwnedFd>), VfioUserError> {
         let mut argsz = REGION_INFO_BYTES as u32;
         loop {
@@ -314,7 +315,7 @@ impl DeviceState {
         }
     }
 
-    /// MSI-X vectors to use.
+    /// Number of MSI-X vectors to use.
     fn vectors(&mut self, device: DeviceRegions, max: u16) -> Result<u16, VfioUserError> {
         if device.irqs <= irq_index::MSIX {
             return Ok(0);
@@ -325,7 +326,7 @@ impl DeviceState {
         }
     }
 
-    /// Sets the eventfd of each vector, as many at a time as the server takes descriptors.
+    /// Sets the eventfds of all vectors, with as many descriptors per message as the server accepts.
     fn set_eventfds(&mut self, vectors: &[EventFd]) -> Result<(), VfioUserError> {
         let at_once = self.connection.peer().descriptors.max(1);
         let mut start = 0;
@@ -340,7 +341,7 @@ impl DeviceState {
     }
 }
 
-/// Maps the doorbells, up to `end` in BAR 0, if the server offers the area in which they begin.
+/// Maps the doorbells, up to `end` in BAR 0, if the server offers their first area.
 fn map_doorbells(bar0: &RegionInfo, descriptors: &[OwnedFd], end: u64) -> Result<Option<View>, VfioUserError> {
     let Some(file) = descriptors.first().filter(|_| bar0.flags.contains(RegionFlags::MMAP)) else { return Ok(None) };
     let areas = bar0.sparse.as_ref().map(|areas| areas.iter().map(|area| (area.offset, area.size)).collect());

@@ -1,13 +1,13 @@
-//! Why a device cannot be reached over vfio-user: object, cause, cure.
+//! Errors of vfio-user devices, worded as object, cause and cure.
 
 use std::time::Duration;
 
 use blkyard_wire::vfio_user::{Command, FrameError, MessageError};
 
-/// Error between us and a server. The connection is unusable after it, except for [`VfioUserError::Refused`].
+/// Error of a connection to a server. The connection is unusable afterwards, except for [`VfioUserError::Refused`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum VfioUserError {
-    /// The socket cannot be connected to.
+    /// Connecting to the socket failed.
     #[error("socket {socket}: {cause}; start the server, or correct the path")]
     Socket {
         /// Path of the socket.
@@ -23,16 +23,16 @@ pub enum VfioUserError {
     Late {
         /// The command.
         request: Command,
-        /// How long it had.
+        /// Time limit of the reply.
         limit: Duration,
     },
     /// The device was closed by its user.
     #[error("the device was closed")]
     LetGo,
-    /// The server sent bytes that are no messages.
+    /// The server sent an invalid byte stream.
     #[error("the server broke the protocol: {0}; check that the socket belongs to a vfio-user server")]
     Frame(#[from] FrameError),
-    /// The server sent a message that the protocol does not allow.
+    /// The server sent an invalid message.
     #[error("the server sent an invalid message: {0}; check that the socket belongs to a vfio-user server")]
     Message(#[from] MessageError),
     /// A reply without a request.
@@ -49,13 +49,13 @@ pub enum VfioUserError {
         /// Number of the command in the reply.
         came: u16,
     },
-    /// The reply is about something else than the command, or exceeds a limit of ours.
+    /// The reply does not match the command, or exceeds a limit of ours.
     #[error("the server's answer to {request} does not match the request; see its log")]
     Mismatch {
         /// The command.
         request: Command,
     },
-    /// The server sent a command before a version was agreed on.
+    /// The server sent a command before the version was negotiated.
     #[error("the server sent a command before its version; check that the socket belongs to a vfio-user server")]
     Early,
     /// The server speaks another version, or uses a capability that was not offered.
@@ -66,12 +66,12 @@ pub enum VfioUserError {
         /// Its minor number.
         minor: u16,
     },
-    /// The server carried a command out with an error.
+    /// The server refused a command.
     #[error("the server refused {request} with errno {errno}; see its log")]
     Refused {
         /// The command.
         request: Command,
-        /// Its error number; 0 if it named none.
+        /// Its errno; 0 if unset.
         errno: u32,
     },
     /// A part of an NVMe controller is missing.
@@ -85,7 +85,7 @@ pub enum VfioUserError {
     Map {
         /// Number of the region.
         index: u32,
-        /// Why.
+        /// Cause of the failure.
         cause: String,
     },
     /// A system call failed.

@@ -1,7 +1,7 @@
-//! Memory of ours that the server has mapped: the domain's regions, as far as they have a file.
+//! Process memory mapped by the server: the regions of the domain that have a file.
 //!
-//! The device's address of a byte is ours. A region stays alive until the server has confirmed that it released it. See
-//! `docs/adr/0041-an-nvme-controller-over-vfio-user.md`.
+//! Device addresses equal process addresses. A region stays alive until the server has confirmed that it unmapped it.
+//! See `docs/adr/0041-an-nvme-controller-over-vfio-user.md`.
 
 use std::sync::Arc;
 
@@ -17,25 +17,25 @@ struct ListedRegion {
     region: Arc<Region>,
     /// Address of its first byte.
     address: u64,
-    /// Bytes that the server has mapped: whole pages; zero if it cannot map the region.
+    /// Bytes mapped by the server: whole pages; zero if it cannot map the region.
     mapped: u64,
 }
 
-/// Memory of ours, as the server knows it.
+/// Process memory, as mapped by the server.
 #[derive(Debug, Default)]
 pub(crate) struct ServerMemory {
     listed: Vec<ListedRegion>,
-    /// Changes of the domain's list that are done.
+    /// Changes of the domain's list handled so far.
     seen: u64,
 }
 
 impl ServerMemory {
-    /// Has the server map the domain's present regions, and unmap all others.
+    /// Has the server map new regions of the domain and unmap removed ones.
     ///
     /// # Errors
-    /// The connection is unusable. A region that the server refuses to map has no address, and is no error.
+    /// The connection is unusable. A region that the server refuses to map has no address and is no error.
     pub(crate) fn sync(&mut self, connection: &mut ServerConnection, domain: &DmaDomain) -> Result<(), VfioUserError> {
-        // Read before the list: a change between the two is handled next time.
+        // Read before the list: a later change is handled next time.
         let changes = domain.changes();
         if changes == self.seen {
             return Ok(());

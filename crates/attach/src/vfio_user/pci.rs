@@ -1,7 +1,8 @@
-//! Set-up of a PCI device before its registers are used: memory and bus master on, BAR 0 placed, MSI-X found and
-//! enabled.
+//! Set-up of a PCI device before its registers are used: enables memory and bus master, places BAR 0, finds and enables
+//! MSI-X.
 //!
-//! A server may emulate a device that responds only then (QEMU's does). In a guest firmware and kernel do it.
+//! A server may emulate a device that responds only after this set-up (QEMU's does). In a guest, firmware and kernel do
+//! it.
 
 use blkyard_wire::vfio_user::region_index::CONFIG;
 
@@ -21,15 +22,15 @@ const CAPABILITIES: u64 = 0x34;
 const CAPABILITY_MSIX: u8 = 0x11;
 const MSIX_ENABLE: u16 = 1 << 15;
 const MSIX_MASK_ALL: u16 = 1 << 14;
-/// Bytes of configuration space that every device has.
+/// Bytes of configuration space of any device.
 pub(crate) const CONFIG_BYTES: u64 = 256;
-/// Capabilities that fit into them.
+/// Maximum capabilities in these bytes.
 const CAPABILITIES_MAX: usize = 48;
 
-/// Address of the device in memory. The server does not use it; zero would mean unset.
+/// Address of BAR 0. The server does not use it; zero would mean unset.
 const BAR0_ADDRESS: u32 = 0x1000_0000;
 
-/// Bytes of an entry of the MSI-X table, and the word that masks a vector.
+/// Bytes of an entry of the MSI-X table, and offset of the word that masks a vector.
 const MSIX_ENTRY_BYTES: u64 = 16;
 const MSIX_VECTOR_CONTROL: u64 = 12;
 
@@ -38,20 +39,20 @@ const MSIX_VECTOR_CONTROL: u64 = 12;
 pub(crate) struct MsixCapability {
     /// Offset of its control word in configuration space.
     control_at: u64,
-    /// Region with the table, and its offset there.
+    /// Region with the table, and the offset of the table.
     table: (u32, u64),
-    /// Region with the pending bits, and their offset there.
+    /// Region with the pending bits, and their offset.
     pending: (u32, u64),
 }
 
 impl MsixCapability {
-    /// Finds it.
+    /// Finds the capability.
     pub(crate) fn find(device: &mut DeviceState) -> Result<Option<MsixCapability>, VfioUserError> {
         if config16(device, STATUS)? & STATUS_CAPABILITIES == 0 {
             return Ok(None);
         }
         let mut at = u64::from(config16(device, CAPABILITIES)? & 0xfc);
-        // A list that leads back to itself ends here, too.
+        // Bounded, since the list may be circular.
         for _ in 0..CAPABILITIES_MAX {
             if !(0x40..=CONFIG_BYTES - 12).contains(&at) {
                 return Ok(None);
@@ -71,7 +72,7 @@ impl MsixCapability {
         Ok(None)
     }
 
-    /// The first byte of BAR 0, from `from` on, that belongs to the table or the pending bits.
+    /// Offset of the first byte of the table or the pending bits in BAR 0, at or after `from`.
     pub(crate) fn first_in_bar0(self, from: u64) -> Option<u64> {
         [self.table, self.pending]
             .into_iter()
@@ -80,7 +81,7 @@ impl MsixCapability {
             .min()
     }
 
-    /// Enables MSI-X, without the mask for all vectors.
+    /// Enables MSI-X without the function mask.
     pub(crate) fn enable(self, device: &mut DeviceState) -> Result<(), VfioUserError> {
         let control = config16(device, self.control_at)? & !MSIX_MASK_ALL | MSIX_ENABLE;
         device.write_region(CONFIG, self.control_at, &control.to_le_bytes())
@@ -97,7 +98,7 @@ impl MsixCapability {
     }
 }
 
-/// Gives BAR 0 an address, and has the device decode it and reach memory.
+/// Gives BAR 0 an address, and enables memory decoding and bus master.
 pub(crate) fn enable(device: &mut DeviceState, bar0_bytes: u64) -> Result<(), VfioUserError> {
     let mut bar = [0; 4];
     device.read_region(CONFIG, BAR0, &mut bar)?;

@@ -1,8 +1,8 @@
 //! The client's side of a connection as a state machine: bytes and descriptors in; messages, events and a deadline out.
 //!
-//! The owner sends the result of [`ClientSession::request`] and feeds received bytes to [`ClientSession::receive`],
-//! [`ClientSession::wanted`] at most. A reply is matched with its command by its id and compared with it. After an
-//! error the session is over. Knows no socket, never waits and reads no clock.
+//! The owner sends the result of [`ClientSession::request`] and passes received bytes to [`ClientSession::receive`], at
+//! most [`ClientSession::wanted`]. A reply is matched with its command by its id and compared with it. After an error
+//! the session has ended. Uses no socket, never waits and reads no clock.
 
 use std::time::{Duration, Instant};
 
@@ -14,13 +14,13 @@ use blkyard_wire::vfio_user::{
 
 use crate::vfio_user::VfioUserError;
 
-/// Bytes of data that we take with one message: the default of the specification.
+/// Maximum data bytes of a received message: the default of the specification.
 const DATA_BYTES_MAX: u32 = 1 << 20;
-/// Descriptors that we take with one message: one for each of the areas of a region, as some servers send.
+/// Maximum descriptors of a received message: one for each area of a region, as some servers send.
 pub(crate) const DESCRIPTORS_MAX: usize = 32;
-/// Bytes of a region's description: 250 areas and some capabilities.
+/// Maximum bytes of a region's description: 250 areas and some capabilities.
 const REGION_REPLY_MAX: u32 = 4096;
-/// Commands in flight.
+/// Maximum commands in flight.
 const IN_FLIGHT_MAX: usize = 64;
 
 /// Limits of the server.
@@ -37,11 +37,11 @@ pub(crate) struct PeerLimits {
 /// An event from the server.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum SessionEvent<D> {
-    /// The reply to a command, or the errno with which it was refused.
+    /// The reply to a command, or the errno of its refusal.
     Answer { id: u16, result: Result<VfioAnswer<D>, u32> },
-    /// The server wants to read memory of ours.
+    /// The server reads process memory.
     DmaRead { id: u16, access: DmaAccess },
-    /// The server wants to write memory of ours.
+    /// The server writes process memory.
     DmaWrite { id: u16, access: DmaAccess, data: Vec<u8>, no_reply: bool },
 }
 
@@ -54,7 +54,7 @@ pub(crate) enum VfioAnswer<D> {
     Device(DeviceRegions),
     /// A region, and the descriptors that came with it.
     Region(RegionInfo, Vec<D>),
-    /// A region's description takes so many bytes.
+    /// Bytes needed for a region's description.
     RegionNeeds(u32),
     /// An interrupt type.
     Irq(IrqInfo),
@@ -62,7 +62,7 @@ pub(crate) enum VfioAnswer<D> {
     Data(Vec<u8>),
 }
 
-/// Fields of a command that its reply has to match.
+/// Fields of a command to compare with its reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Asked {
     Version,
@@ -117,20 +117,20 @@ pub(crate) struct ClientSession<D> {
     reader: FrameReader<D>,
     in_flight: Vec<InFlightCommand>,
     next_id: u16,
-    /// Set once a version is agreed on.
+    /// Set once the version is negotiated.
     peer: Option<PeerLimits>,
-    /// How long the server may take for a reply.
+    /// Time limit of replies.
     reply_max: Duration,
 }
 
 impl<D> ClientSession<D> {
-    /// A connection without messages so far.
+    /// A session without messages so far.
     pub(crate) fn new(reply_max: Duration) -> ClientSession<D> {
         let reader = FrameReader::new(FrameLimits::for_data(DATA_BYTES_MAX, DESCRIPTORS_MAX));
         ClientSession { reader, in_flight: Vec::new(), next_id: 0, peer: None, reply_max }
     }
 
-    /// The proposal to the server, which is the first request.
+    /// The version proposal, which is the first request.
     pub(crate) fn proposal() -> VfioRequest<'static> {
         let (major, minor) = VERSION;
         let capabilities = VfioCapabilities { max_msg_fds: DESCRIPTORS_MAX as u64, ..VfioCapabilities::default() };
@@ -142,10 +142,10 @@ impl<D> ClientSession<D> {
         self.peer
     }
 
-    /// The message for a command: its id and its bytes. Its reply is due within the time limit.
+    /// The message of a command: its id and bytes. Its reply is due within the time limit.
     ///
     /// # Panics
-    /// If too many commands are in flight, or this one exceeds the server's limits: the owner knows them.
+    /// If too many commands are in flight, or this one exceeds the server's limits, which the owner must check.
     pub(crate) fn request(&mut self, request: &VfioRequest<'_>, now: Instant) -> (u16, Vec<u8>) {
         assert!(self.in_flight.len() < IN_FLIGHT_MAX, "{IN_FLIGHT_MAX} commands are in flight");
         assert!(self.peer.is_some() || request.command() == Command::Version, "the version comes first");
@@ -163,7 +163,7 @@ impl<D> ClientSession<D> {
         (id, request.encode(id, false))
     }
 
-    /// When the first reply is overdue.
+    /// Earliest deadline of a reply.
     pub(crate) fn deadline(&self) -> Option<Instant> {
         self.in_flight.iter().map(|command| command.deadline).min()
     }
@@ -184,7 +184,7 @@ impl<D> ClientSession<D> {
         self.reader.wanted()
     }
 
-    /// The server has closed the connection.
+    /// Handles the end of the stream: the server has closed the connection.
     pub(crate) fn end(&self) -> VfioUserError {
         self.reader.end().map_or_else(VfioUserError::from, |()| VfioUserError::Closed)
     }
@@ -192,7 +192,7 @@ impl<D> ClientSession<D> {
     /// Handles received bytes.
     ///
     /// # Errors
-    /// The session is over.
+    /// The session has ended.
     pub(crate) fn receive(
         &mut self,
         bytes: &[u8],
@@ -264,7 +264,7 @@ impl<D> ClientSession<D> {
 
     fn agree(&mut self, version: VfioVersion) -> Result<(), VfioUserError> {
         let VfioVersion { major, minor, capabilities } = version;
-        // A second socket was not offered, and 4 KiB are the pages that we map.
+        // A second socket was not offered, and pages of 4 KiB are mapped.
         let is_offered = !capabilities.twin_socket.supported && capabilities.pgsizes.get() & 4096 != 0;
         if major != VERSION.0 || minor > VERSION.1 || !is_offered {
             return Err(VfioUserError::Version { major, minor });
@@ -291,7 +291,7 @@ mod tests {
         feed_with(session, bytes, &[])
     }
 
-    /// Feeds whole messages, as a socket would deliver them, and returns the last event.
+    /// Passes whole messages, as from a socket, and returns the last event.
     fn feed_with(
         session: &mut ClientSession<u32>,
         mut bytes: &[u8],
@@ -310,7 +310,7 @@ mod tests {
         VfioReply::Version(VfioVersion { major, minor, capabilities })
     }
 
-    /// A session after its version.
+    /// A session with a negotiated version.
     fn ready(now: Instant) -> ClientSession<u32> {
         let mut session = ClientSession::new(LIMIT);
         let (id, _) = session.request(&ClientSession::<u32>::proposal(), now);
@@ -406,7 +406,7 @@ mod tests {
             (&VfioRequest::RegionWrite(access, &[0; 4]), VfioReply::RegionWrite(RegionAccess { count: 0, ..access })),
             (&region, VfioReply::DeviceGetRegionInfo(info(0))),
             (&region, cut(0, 80)),
-            // Asked for again and again, or for more than there can be.
+            // Repeated requests for a longer description, and one above the maximum.
             (&region, cut(7, 64)),
             (&region, cut(7, REGION_REPLY_MAX + 1)),
             (&region, cut(7, u32::MAX)),

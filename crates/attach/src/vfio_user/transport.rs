@@ -1,7 +1,7 @@
-//! The seam to the NVMe host: a controller over vfio-user as its transport.
+//! The interface to the NVMe host: a controller over vfio-user as its transport.
 //!
-//! An access that fails means that the device is gone. Its server may reach our memory until it has closed the
-//! connection, and the host is told so.
+//! A failed access means that the device is gone. Its server may access our memory until it has closed the connection,
+//! which is reported to the host.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;

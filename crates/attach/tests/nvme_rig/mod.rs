@@ -1,5 +1,5 @@
-//! The NVMe host over vfio-user on one thread: controller, one I/O queue, and a model of the disk that each read is
-//! compared with. It sleeps by the interrupts of the server alone.
+//! The NVMe host over vfio-user on one thread: controller, one I/O queue, and a model of the disk to compare each read
+//! with. Its sleep ends only by the server's interrupts or a deadline of the host.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -13,13 +13,13 @@ use blkyard_nvme::{ControllerState, HostController, HostEvent, IoQueue, NvmeHost
 use blkyard_os::{SystemClock, now_ns};
 use blkyard_sys::{PollFd, PollFlags, wait_for};
 
-/// Longer than anything here takes on a busy machine; what takes longer hangs.
+/// Time limit of a wait, longer than any step takes on a busy machine.
 const PATIENCE: Duration = Duration::from_mins(1);
 const BLOCK: u32 = 4096;
 /// Bios in flight.
 const SLOTS: u64 = 16;
 
-/// Brings the controller at a socket up, writes, reads and compares, resets it with I/O in flight, shuts it down.
+/// Brings up the controller at a socket, writes, reads and compares, resets it with I/O in flight, shuts it down.
 pub fn exercise(socket: &Path, has_shadow: bool) {
     let mut rig = NvmeRig::start(socket, has_shadow);
     let blocks = rig.blocks();
@@ -35,7 +35,7 @@ pub fn exercise(socket: &Path, has_shadow: bool) {
 struct RigDriver {
     queue: IoQueue,
     base: u64,
-    /// A doorbell register was written.
+    /// Whether a doorbell register was written.
     rang: bool,
 }
 
@@ -62,7 +62,7 @@ impl Driver<()> for RigDriver {
     }
 }
 
-/// A host, its queue, and what the disk must hold.
+/// A host, its queue, and the expected content of the disk.
 pub struct NvmeRig {
     host: HostController<VfioUserController>,
     queue: Option<HwQueue<RigDriver>>,
@@ -72,7 +72,7 @@ pub struct NvmeRig {
     deadline_ns: Option<u64>,
     /// First byte of each block that was written.
     model: BTreeMap<u64, u8>,
-    /// By slot: what is in flight.
+    /// Bios in flight by slot.
     in_flight: BTreeMap<u64, (Op, u64, u8)>,
     pub interrupts: u64,
     pub ended: u64,
@@ -117,7 +117,7 @@ impl NvmeRig {
         self.host.namespaces()[0].info.capacity_sectors / u64::from(BLOCK / 512)
     }
 
-    /// Resets the controller with I/O in flight; all of it ends well.
+    /// Resets the controller with I/O in flight; all requests succeed.
     pub fn reset_under_load(&mut self) {
         for slot in 0..SLOTS / 2 {
             self.submit(Op::Write, slot, slot, 0xa0 | slot as u8);
@@ -128,7 +128,7 @@ impl NvmeRig {
         assert_eq!(self.host.state(), ControllerState::Live, "{:?}", self.host.error());
     }
 
-    /// Writes blocks, and reads all that were written, several at a time.
+    /// Writes blocks, then reads all written blocks, several at a time.
     pub fn write_and_verify(&mut self, blocks: impl Iterator<Item = u64>, seed: u8) {
         let blocks: Vec<_> = blocks.collect();
         for op in [Op::Write, Op::Read] {
@@ -186,7 +186,7 @@ impl NvmeRig {
         }
     }
 
-    /// Everything has a turn. True if something came of it.
+    /// Runs all parts once. Returns whether any had work.
     fn turn(&mut self) -> bool {
         let now = now_ns();
         self.deadline_ns = self.host.advance(now);

@@ -1,4 +1,4 @@
-//! Our own controller, with a disk in memory, behind the server of the `vfio_user` crate. One thread takes messages,
+//! Our own controller with a disk in memory, behind the server of the `vfio_user` crate. One thread handles messages,
 //! another polls the queues.
 
 use std::collections::BTreeMap;
@@ -26,7 +26,7 @@ const BAR0_BYTES: u64 = 0x3000;
 const DISK_BYTES: usize = 8 << 20;
 const VECTORS: u16 = 3;
 
-/// The controller and what it serves.
+/// The controller with its queues and disk.
 struct Machine {
     controller: Controller,
     queues: BTreeMap<u16, ControllerIoQueue>,
@@ -64,13 +64,13 @@ impl Machine {
     }
 
     fn signal(&self, vector: u16) {
-        // None before the client has set it.
+        // Unset before the client has set it.
         if let Some(mut eventfd) = self.eventfds.get(usize::from(vector)) {
             let _ = eventfd.write_all(&1_u64.to_ne_bytes());
         }
     }
 
-    /// One turn. Says whether anything happened.
+    /// One turn. Returns whether any part had work.
     fn turn(&mut self) -> bool {
         let mut is_busy = self.controller.poll(now_ns());
         if is_busy {
@@ -111,7 +111,7 @@ impl Machine {
         is_busy | self.controller.arm()
     }
 
-    /// Has the controller reach what is mapped now, and no queue what was before.
+    /// Maps the present memory for the controller; no queue uses the previous memory afterwards.
     fn remap(&mut self) {
         let regions = self.mapped.iter().map(|(.., region)| Arc::clone(region)).collect();
         let ranges = self.mapped.iter().zip(0..);
@@ -124,7 +124,7 @@ impl Machine {
     }
 }
 
-/// What a disk does with a bio.
+/// Executes a bio on the disk.
 fn carry_out(disk: &Arc<Region>, bio: &Bio, memory: &RegionTable) -> Status {
     let Some(place) = disk.span(bio.sector * 512, bio.bytes() as usize) else { return Status::Invalid };
     let mut done = 0;
@@ -202,7 +202,7 @@ impl ServerBackend for Backend {
     }
 }
 
-/// Serves one client. The thread ends with it.
+/// Serves one client; the thread ends with it.
 pub fn serve(socket: &Path, shares_doorbells: bool) -> JoinHandle<()> {
     let memory = Region::shared(BAR0_BYTES as usize).unwrap();
     let doorbells = View::new(Arc::clone(&memory), DOORBELLS_AT, 0x1000, 4096).unwrap();
