@@ -1,4 +1,4 @@
-//! A front-end and a guest that keep to the rules get what they asked for.
+//! Correct front-ends and guests get correct results.
 
 mod common;
 
@@ -13,7 +13,7 @@ use vhost::VhostBackend;
 use vhost::vhost_user::VhostUserFrontend;
 use vhost::vhost_user::message::VhostUserProtocolFeatures;
 
-/// What a whole disk offers: all that we know but the bit for read-only ones.
+/// Features of a writable disk: all known ones except read-only.
 const ALL: u64 = 0xd_7400_7e44;
 
 #[test]
@@ -57,13 +57,13 @@ fn the_cache_mode_decides_whether_writes_are_durable_at_once() {
     assert_eq!(flags_of(&mut vq), [BioFlags::empty(); 2]);
     gate.forget();
     front.set_wce(false);
-    // A driver that takes the disk for write-through flushes no more, so what it wrote before is made durable now.
+    // A driver in write-through mode sends no flush, so earlier writes are made durable at the change.
     assert!(matches!(gate.seen()[..], [Seen::Taken(Op::Flush, ..), Seen::Ended(Op::Flush, _)]), "{:?}", gate.seen());
     assert_eq!(front.config(32, 1).unwrap(), [0]);
     assert_eq!(flags_of(&mut vq), [BioFlags::FUA; 2]);
     front.set_wce(true);
     assert_eq!(flags_of(&mut vq), [BioFlags::empty(); 2]);
-    // A driver that cannot flush gets nothing else, whatever the field says.
+    // A driver that cannot flush gets write-through, independent of the field.
     front.set_features(front.features & !(1 << 9 | 1 << 11)).unwrap();
     assert_eq!(flags_of(&mut vq), [BioFlags::FUA; 2]);
     drop(front);
@@ -72,7 +72,7 @@ fn the_cache_mode_decides_whether_writes_are_durable_at_once() {
 
 #[test]
 fn the_cache_mode_changes_while_as_much_is_in_flight_as_there_is_room_for() {
-    // Four at one time, each 5 us, where a turn is one; and twice as many are always offered.
+    // Four requests at a time of 5 us each, in turns of 1 us, with twice as many always available.
     let mut hand = Hand::of(5_000, HwQueueConfig { bios_max: 4, ..HwQueueConfig::default() });
     let (mut front, mut vq) = hand.connect();
     let ask = std::thread::spawn(move || {
@@ -103,7 +103,7 @@ fn the_serial_number_is_told() {
     want[..SERIAL.len()].copy_from_slice(SERIAL.as_bytes());
     assert_eq!(vq.run(kind::GET_ID, 0, Data::In(20)), (0, 21));
     assert_eq!(vq.ram.read(vq.data_at(0), 20), want);
-    // In a longer buffer there is a gap before the status, which the used length may not cover.
+    // A longer buffer has a gap before the status, which the used length must not include.
     assert_eq!(vq.run(kind::GET_ID, 0, Data::In(64)), (0, 20));
     drop(front);
     world.stop();
@@ -123,7 +123,7 @@ fn what_is_written_is_read_back_and_what_is_trimmed_is_gone() {
     want[..1024].fill(0);
     want[2048..3072].fill(0);
     assert_eq!(vq.read(16, 8192), want);
-    // The last sector, and the first that is not there.
+    // The last sector, and the first sector past the end.
     assert_eq!(vq.write(16383, &[9; 512]), 0);
     assert_eq!(vq.read(16383, 512), [9; 512]);
     assert_eq!(vq.run(kind::IN, 16384, Data::In(512)), (1, 0), "a failed read promises no bytes");
@@ -153,7 +153,7 @@ fn all_queues_see_one_disk_and_each_counts_for_itself() {
     }
     for index in 0..4 {
         assert_eq!(vqs[3 - index].read(index as u64 * 8, 4096), [index as u8 + 1; 4096]);
-        // Writes in a row may share requests.
+        // Consecutive writes may be merged.
         let stats = export.stats(3 - index).snapshot();
         assert_eq!(stats.ops.iter().map(|op| op.ios).sum::<u64>() + stats.merged.iter().sum::<u64>(), 9);
     }
@@ -171,15 +171,15 @@ fn with_event_indexes_the_guest_is_called_where_it_asked_to_be() {
     let mut vq = Vq::new(&ram, 0);
     vq.event_idx = true;
     front.start(0, &vq);
-    // What the first answer brings is told in any case, since nobody knows what was told before. The call comes after
-    // the answer, so it is waited for: one that is late would look like one too many.
+    // The first completion always calls, since earlier calls are unknown. The call follows the completion, so the test
+    // waits for it: a late call would look like an extra one.
     vq.put(0, kind::OUT, 0, Data::Out(&[1; 512]));
     vq.publish();
     until("the first request is answered", || vq.poll().is_some());
     assert!(readable(&vq.call, common::PATIENCE), "the first answer is not told");
     assert_eq!(rung(&vq.call), 1);
     for wanted_after in [1_u16, 5, 3] {
-        // Wants to be called when so many more have been used; they come one by one.
+        // Requests a call after this number of further completions; they complete one at a time.
         let event = vq.used_seen.wrapping_add(wanted_after - 1);
         vq.avail.store_u16(4 + 2 * 64, event, std::sync::atomic::Ordering::SeqCst);
         for n in 1..=wanted_after {
@@ -212,7 +212,7 @@ fn kicks_are_asked_for_only_by_a_queue_that_sleeps() {
         vq.event_idx = event_idx;
         front.start(0, &vq);
         for round in 0..50 {
-            // Whether it was asleep or not: whoever kicks only when asked to is always heard.
+            // Whether the lane is asleep or not: a driver that kicks only on request is always served.
             if round % 5 == 0 {
                 std::thread::sleep(Duration::from_millis(2));
             }
@@ -239,7 +239,7 @@ fn a_call_descriptor_can_be_replaced_while_the_queue_runs() {
     gate.set_shut(false);
     assert_eq!(vq.wait_used(), (0, 1));
     assert_eq!(rung(&old), 0);
-    // And be taken away: then the guest looks by itself.
+    // The call descriptor can be removed: the guest polls then.
     assert!(front.set_event(Request::SetVringCall, 0, None));
     vq.put(0, kind::OUT, 0, Data::Out(&[1; 512]));
     vq.publish();
@@ -260,7 +260,7 @@ fn a_disabled_ring_does_nothing_and_keeps_its_requests() {
     }
     common::ring(&vq.kick);
     vq.publish();
-    // The other queue of the disk goes on, so the lanes had their turns.
+    // The disk's other queue continued, so the lanes had their turns.
     let more = Ram::at(0x4000_0000, 1 << 20);
     let mut other = Vq::new(&more, 0);
     front.add(&more).unwrap();
@@ -321,13 +321,13 @@ fn rings_run_without_protocol_features_however_little_is_negotiated() {
 
 #[test]
 fn asking_where_a_ring_stands_waits_until_all_that_was_fetched_is_finished() {
-    // When the question has reached the lane cannot be seen from outside. So what is offered after a pause is either a
-    // case of this test, or came before the question; then the pause was too short for this machine.
+    // The time when the command reaches the lane is not observable. A request offered after a pause is either a case of
+    // this test or was offered too early; then the pause was too short for this machine.
     let pauses = (0..10).map(|n| Duration::from_millis(20 << n));
     assert!(pauses.into_iter().any(stands_where_it_was_asked), "a ring that is being stopped is fetched from");
 }
 
-/// Asks, and offers one more after a pause. False if that was fetched.
+/// Asks for the ring position, and offers one more request after a pause. False if that request was fetched.
 fn stands_where_it_was_asked(pause: Duration) -> bool {
     let gate = Gate::shut();
     let world = World::gated(&gate);
@@ -340,14 +340,14 @@ fn stands_where_it_was_asked(pause: Duration) -> bool {
     let asking = (*front).clone();
     let asked = std::thread::spawn(move || asking.get_vring_base(0).unwrap());
     std::thread::sleep(pause);
-    // Offered after that: stays in the ring. The lane sleeps meanwhile, although the ring is not empty.
+    // This request stays in the ring. The lane sleeps meanwhile although the ring is not empty.
     vq.put(3, kind::OUT, 3, Data::Out(&[1; 512]));
     vq.publish();
     common::ring(&vq.kick);
     let (start, before) = (Instant::now(), gate.polls());
     std::thread::sleep(Duration::from_millis(50));
     let (polls, passed_ms) = (gate.polls() - before, start.elapsed().as_millis());
-    // The device has itself looked at five times a millisecond.
+    // The device requests polling five times per millisecond.
     assert!((polls as u128) < 40 * passed_ms, "the lane spins while it waits: {polls} looks in {passed_ms} ms");
     assert!(!asked.is_finished(), "answered while requests were with the device");
     let stayed = gate.held() == 3;
@@ -370,7 +370,7 @@ fn whoever_comes_back_finds_the_disk_and_goes_on_where_the_ring_stood() {
     let (mut front, mut vq) = one_queue(export);
     for round in 0..5_u8 {
         assert_eq!(vq.write(u64::from(round), &[round; 512]), 0);
-        // Leaves with something under way, some of it not even fetched.
+        // The front-end leaves with requests in flight, some of them not fetched.
         for slot in 0..4 {
             vq.put(slot, kind::OUT, 100 + u64::from(slot), Data::Out(&[round; 512]));
         }
@@ -378,7 +378,7 @@ fn whoever_comes_back_finds_the_disk_and_goes_on_where_the_ring_stood() {
         let ram = std::sync::Arc::clone(&vq.ram);
         front.leave(export);
         let finished = std::iter::from_fn(|| vq.poll()).count() as u16;
-        // What was not fetched is fetched by the next session: the guest has not forgotten it.
+        // The next session fetches the requests that were not fetched; the guest still waits for them.
         let offered = vq.next_avail;
         vq.next_avail = offered.wrapping_sub(4 - finished);
         front = Front::connect(export);
@@ -434,7 +434,7 @@ fn a_reset_stops_all_rings_and_keeps_memory() {
     vq.put(1, kind::OUT, 1, Data::Out(&[1; 512]));
     vq.publish();
     common::ring(&vq.kick);
-    // The guest boots again: new rings in the memory that is still shared.
+    // The guest reboots: new rings in the memory that is still shared.
     vq.ram.write(0, &vec![0; 64 << 10]);
     let mut again = Vq::new(&vq.ram, 0);
     front.set_features(front.features).unwrap();

@@ -1,4 +1,4 @@
-//! Rings of every kind, as many and as large as there may be, enabled and disabled while they work.
+//! Rings of every kind, in maximum number and size, enabled and disabled while they work.
 #![forbid(unsafe_code)]
 
 mod common;
@@ -10,7 +10,7 @@ use blkyard_mq::{SignalEventfd, SignalSlot};
 use blkyard_virtio::Features;
 use common::{AnyDevice, Data, Ends, Front, Hand, LINE_BYTES, Line, PLAIN, Ram, Request, World, kind, kinds, state};
 
-/// Connects and agrees on this kind of ring.
+/// Connects and negotiates this kind of ring.
 fn connect(world: &World, features: Features) -> Front {
     let mut front = Front::dial(&world.exports[0].path);
     front.negotiate(PLAIN | features.bits());
@@ -31,7 +31,7 @@ fn every_kind_of_ring_carries_data_whatever_its_size() {
                 line.start(&front, 0, false);
                 line.all(300, 40, kind::OUT, round);
                 line.all(300, 40, kind::IN, round);
-                // It goes on next time where it stood.
+                // It continues from the same position next time.
                 line.stop(&front, 0);
             }
             front.leave(&world.exports[0]);
@@ -92,7 +92,7 @@ fn sixty_four_queues_of_1024_all_carry_data() {
         front.share(&[&ram]).unwrap();
         let mut lines: Vec<_> = (0..64).map(|number| Line::new(&ram, number, 1024, features)).collect();
         lines.iter().zip(0..).for_each(|(line, index)| line.start(&front, index, false));
-        // Sixteen at a time: this process has threads for the lanes, too.
+        // Sixteen at a time: this process also has threads for the lanes.
         for kind in [kind::OUT, kind::IN] {
             for (group, lines) in lines.chunks_mut(16).enumerate() {
                 std::thread::scope(|scope| {
@@ -113,7 +113,7 @@ fn queues_are_disabled_and_enabled_and_memory_comes_and_goes_while_others_and_th
     for features in [Features::empty(), Features::RING_PACKED, Features::RING_PACKED | Features::IN_ORDER] {
         let world = World::new(vec![AnyDevice::ram(20_000)], 3, 2);
         let mut front = connect(&world, features);
-        // Each queue's memory is its own: one region's comings and goings are the business of no other.
+        // Each queue has its own memory: adding and removing one region does not affect the others.
         let rams: Vec<_> = (1..=3).map(|n| Ram::at(n << 32, LINE_BYTES)).collect();
         let mut lines: Vec<_> = rams.iter().map(|ram| Line::new(ram, 0, 64, features)).collect();
         rams.iter().for_each(|ram| front.add(ram).unwrap());
@@ -155,7 +155,7 @@ fn queues_are_disabled_and_enabled_and_memory_comes_and_goes_while_others_and_th
 
 #[test]
 fn a_device_that_answers_at_once_gives_half_back_before_it_takes_the_rest() {
-    // What came back of eight that were offered together, turn by turn, a microsecond each.
+    // Completions of eight requests offered together, by turns of one microsecond.
     let after_a_while = [[0; 10].as_slice(), &[4, 8]].concat();
     for (latency_ns, expected) in [(0, vec![0, 4, 8]), (10_000, after_a_while)] {
         let mut hand = Hand::new(latency_ns);
@@ -173,7 +173,7 @@ fn a_device_that_answers_at_once_gives_half_back_before_it_takes_the_rest() {
     }
 }
 
-/// A guest that is called: it does this at once.
+/// A guest that runs this when it is called.
 struct Called<F>(F);
 
 impl<F: FnMut()> SignalEventfd for Called<F> {
@@ -186,8 +186,8 @@ impl<F: FnMut()> SignalEventfd for Called<F> {
 
 #[test]
 fn halves_are_for_a_guest_that_works_while_the_device_does() {
-    // Eight requests, offered again as they come back: when the guest is called, in the middle of a turn; after each
-    // turn, while the lane may be elsewhere; or after every two.
+    // Eight requests, resubmitted as they complete: when the guest is called, within a turn; after each turn, while the
+    // lane may serve other queues; or after every second turn.
     for (called, after, most) in [(true, [false; 2], 3), (false, [true; 2], 3), (false, [false, true], 8)] {
         let mut hand = Hand::new(0);
         let (front, mut vq) = hand.connect();

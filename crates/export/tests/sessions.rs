@@ -1,5 +1,5 @@
-//! Front-ends come and go, the daemon stops, lanes end: what was fetched is finished first, and nobody is kept waiting
-//! for ever.
+//! Front-ends connect and leave, the daemon stops, lanes end: fetched requests complete first, and every wait is
+//! bounded.
 
 mod common;
 
@@ -87,7 +87,7 @@ fn stopping_finishes_what_is_in_flight_and_fetches_no_more() {
     std::thread::sleep(Duration::from_millis(20));
     assert!(!server.is_finished(), "ended with writes in flight");
     gate.set_shut(false);
-    // The connection ends only when all is finished: whoever sees it closed may look at the ring.
+    // The connection ends only after all requests are complete, so a front-end may read the ring then.
     front.raw.wait_closed();
     assert_eq!(std::iter::from_fn(|| vq.poll()).count(), 8);
     until("the export ends", || server.is_finished());
@@ -101,7 +101,7 @@ fn a_front_end_that_asks_and_never_reads_does_not_keep_the_daemon_from_stopping(
     let world = World::pair();
     let raw = Raw::connect(&world.exports[0].path);
     raw.negotiate(common::SPLIT);
-    // Far more questions than both buffers hold answers.
+    // Far more requests than both socket buffers can hold replies for.
     raw.0.set_nonblocking(true).unwrap();
     let question = Raw::message(Request::GetFeatures as u32, 1, &[]);
     let start = Instant::now();
@@ -166,7 +166,7 @@ fn when_a_lane_ends_by_a_bug_its_exports_end_and_the_others_go_on() {
     on_lane_0.put(0, kind::OUT, 16, Data::Out(&[1; 512]));
     on_lane_0.publish();
     until("the lane ends", || world.lanes.threads()[0].is_finished());
-    // The control thread learns of it with the next message; the write on the other lane is finished before all ends.
+    // The control thread detects it at the next message; the write on the other lane completes before the session ends.
     let asking = (*front).clone();
     let asked = std::thread::spawn(move || asking.get_vring_base(0).is_err());
     std::thread::sleep(Duration::from_millis(10));
@@ -175,7 +175,7 @@ fn when_a_lane_ends_by_a_bug_its_exports_end_and_the_others_go_on() {
     until("the export ends", || world.exports[0].server().is_finished());
     assert_eq!(on_lane_1.poll(), Some((0, 1)));
     assert!(gate.seen().contains(&Seen::Memory(0)), "the memory of a guest is held by an export that ended");
-    // An export whose queues live elsewhere; its lanes end with it.
+    // An export with queues on another lane; its lanes end with it.
     world.exports[1].server().ask_to_stop();
     until("the other export ends", || world.exports[1].server().is_finished());
     let error = common::end(world.lanes).unwrap_err().to_string();

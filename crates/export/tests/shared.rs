@@ -1,4 +1,4 @@
-//! Virtqueues that share a hardware queue: each is served as if it had its own, and drains, stops and starts by itself.
+//! Virtqueues that share a hardware queue: each is served like with a private one, and drains, stops and starts alone.
 
 mod common;
 
@@ -29,7 +29,7 @@ fn virtqueue_drains_beside_io_of_another() {
     vqs[0].put(0, kind::OUT, 0, Data::Out(&[1; 512]));
     vqs[0].publish();
     until("the write is with the device", || gate.held() == 1);
-    // Comes to rest, and runs again with the same memory, while the hardware queue is not idle.
+    // Drains and restarts with the same memory while the hardware queue is busy.
     for _ in 0..3 {
         front.set_vring_enable(1, false).unwrap();
         front.set_vring_enable(1, true).unwrap();
@@ -51,7 +51,7 @@ fn kick_of_each_virtqueue_wakes_the_lane() {
     let world = World::shared(&AnyDevice::ram(0), QUEUES, 1);
     let (_ram, front, mut vqs) = connect(&world, QUEUES);
     for round in 0..200 {
-        // Its lane sleeps meanwhile, now and then.
+        // The lane sleeps periodically.
         if round % 10 == 0 {
             std::thread::sleep(std::time::Duration::from_millis(2));
         }
@@ -100,7 +100,7 @@ fn shared_hardware_queue_moves_and_changes_memory_under_load() {
                 } else if round % 4 == 2 {
                     front.remove(&dimm).unwrap();
                 }
-                // One of them comes to rest while the others go on.
+                // One queue drains while the others continue.
                 front.set_vring_enable(round % QUEUES, false).unwrap();
                 front.set_vring_enable(round % QUEUES, true).unwrap();
                 until("all virtqueues go on", || {
@@ -120,7 +120,7 @@ fn virtqueue_leaves_and_joins_beside_io_of_another() {
     let device = AnyDevice::gated(&gate);
     let mut world = World::shared(&device, 3, 2);
     let (_ram, front, mut vqs) = connect(&world, 3);
-    // The first and the last stay, so what has a number above it in flight has another index afterwards.
+    // The first and the last stay, so members with higher numbers and requests in flight get another index.
     for index in [0, 2] {
         vqs[index].put(0, kind::OUT, 8 * index as u64, Data::Out(&[1; 512]));
         vqs[index].publish();
@@ -130,7 +130,7 @@ fn virtqueue_leaves_and_joins_beside_io_of_another() {
     vqs[1].put(0, kind::OUT, 8, Data::Out(&[2; 512]));
     vqs[1].publish();
     until("the write of the other lane is with the device", || gate.held() == 3);
-    // What is in flight cannot leave, and goes on where it is.
+    // A queue with requests in flight cannot leave, and continues.
     let limit = std::time::Duration::from_millis(10);
     let left = world.exports[0].mover(0).part(limit, common::PATIENCE);
     assert!(matches!(left, Err(PartError::Undrained(_))));
@@ -170,7 +170,7 @@ fn virtqueues_change_hardware_queues_under_load() {
             }
             for round in 0..24 {
                 let before: Vec<u64> = answered.iter().map(|count| count.load(SeqCst)).collect();
-                // All on one, then each on its own, then in pairs; the lanes take turns.
+                // All on one hardware queue, then each on its own, then in pairs; the lanes alternate.
                 match round % 3 {
                     0 => (1..QUEUES).for_each(|queue| world.carry_apart(&device, queue, (round + queue) % 2)),
                     1 => [(1, 0), (3, 2)].into_iter().for_each(|(queue, other)| world.carry_to(queue, other)),

@@ -1,5 +1,5 @@
-//! Exports that change hands while guests use them: each request is answered once and rightly, and the guest sees a
-//! pause and nothing else.
+//! Handover of exports while guests use them: each request is completed once with the correct result, and the guest
+//! only sees a pause.
 
 mod common;
 
@@ -19,7 +19,7 @@ use vhost::vhost_user::message::{VhostUserInflight, VhostUserProtocolFeatures};
 
 const QUEUES: usize = 4;
 
-/// A front-end with its rings running on an export's queues; with a record of what is in flight if asked for.
+/// A front-end with running rings on an export's queues; with in-flight records if `tracked`.
 fn attach(world: &World, ram: &std::sync::Arc<Ram>, features: u64, tracked: bool) -> (Front, Vec<Vq>) {
     let mut front = Front::dial(&world.exports[0].path);
     front.negotiate(features);
@@ -68,7 +68,7 @@ fn exports_change_hands_under_a_guest_that_notices_nothing() {
                 until("all queues go on", || {
                     answered.iter().zip(&before).all(|(count, before)| count.load(SeqCst) > *before)
                 });
-                // The message layer knows what was negotiated with another.
+                // The new message layer has the features negotiated with the old one.
                 if round % 2 == 0 {
                     front.add(&dimm).unwrap();
                 } else {
@@ -84,7 +84,7 @@ fn exports_change_hands_under_a_guest_that_notices_nothing() {
         });
         assert_eq!(world.exports[0].status().sessions(), 1);
         front.leave(&world.exports[0]);
-        // And whoever comes next is served as ever.
+        // The next front-end is served as usual.
         let ram = Ram::new(QUEUES as u64 * VQ_BYTES);
         let (front, mut vqs) = attach(&world, &ram, features, false);
         assert_eq!(vqs[0].write(0, &[7; 512]), 0);
@@ -109,7 +109,7 @@ fn an_export_that_nobody_takes_goes_on() {
         for round in 0..30 {
             let before: Vec<u64> = answered.iter().map(|count| count.load(SeqCst)).collect();
             let asked = world.exports[0].server().hand().hand_over();
-            // Either it is seen and given back, or nobody waits for it any more.
+            // The handover is either received and cancelled, or its requester no longer waits.
             if round % 3 > 0 {
                 drop(asked.recv_timeout(PATIENCE).unwrap().unwrap());
             } else {
@@ -125,7 +125,7 @@ fn an_export_that_nobody_takes_goes_on() {
     world.stop();
 }
 
-/// What an export is to be that takes over one without lanes: good for refusals.
+/// Configuration of an export without lanes that takes over, for refusals.
 fn config(queues: usize) -> BackendConfig {
     let disk = BlkConfig::new(&AnyDevice::ram(0).info, queues as u16, SEG_MAX, true);
     let queues = (0..queues).map(|_| queue_pair().0).collect();
@@ -177,7 +177,7 @@ fn memory_that_was_cut_short_and_is_used_by_nobody_is_not_taken_over_and_the_old
         drop(handed.rest);
         assert_eq!(vqs[0].write(0, &[1; 512]), 0);
     }
-    // Taken back by who cut it short, it is in nobody's way.
+    // After cancelling by the requester, the export continues.
     front.remove(&dimm).unwrap();
     let world = world.hand_over(&[AnyDevice::ram(0)], QUEUES, 2).0;
     assert_eq!(vqs[0].write(0, &[2; 512]), 0);
@@ -252,7 +252,7 @@ fn a_kick_for_who_goes_on_is_not_taken_by_who_has_let_go() {
     front.share(&[&ram]).unwrap();
     let mut vq = Vq::new(&ram, 0);
     front.start(0, &vq);
-    // A lane that has slept has listened to the kick, and one that sleeps no more has nothing to remind it of that.
+    // A sleeping lane waits for the kick; a lane that no longer sleeps has no reminder of it.
     let used_ns = || world.lanes.threads()[0].cpu_ns().unwrap();
     until("the lane sleeps", || {
         let before_ns = used_ns();
@@ -284,7 +284,7 @@ fn rings_of_a_format_that_was_left_keep_nobody_from_going_on() {
     packed.start(&front, 0, false);
     packed.all(10, 0, kind::OUT, 1);
     packed.stop(&front, 0);
-    // As a firmware does after a guest's driver.
+    // Like firmware after a guest's driver.
     front.set_features(front.features & !Features::RING_PACKED.bits()).unwrap();
     world = world.hand_over(&devices, 1, 1).0;
     ram.write(0, &vec![0; LINE_BYTES as usize]);

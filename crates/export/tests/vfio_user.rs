@@ -1,5 +1,5 @@
-//! An NVMe export over vfio-user, used by the NVMe host of this project: what it writes it reads, over several queues,
-//! through a reset, and after it has come again.
+//! An NVMe export over vfio-user, used by the NVMe host of this project: written data is read back over several queues,
+//! through a reset, and after a reconnection.
 #![forbid(unsafe_code)]
 
 mod common;
@@ -25,15 +25,15 @@ const QUEUES: usize = 3;
 /// Sectors of a bio: two pages of the buffer.
 const SECTORS: u32 = 16;
 const BIO_BYTES: u64 = SECTORS as u64 * 512;
-/// Bios that the buffer has room for.
+/// Number of bios in the buffer.
 const BIOS: u64 = 64;
 
 /// The driver of one I/O queue of the host.
 struct HostQueue {
     queue: IoQueue,
-    /// Where the controller finds the buffer.
+    /// Controller address of the buffer.
     base: u64,
-    /// A doorbell is to be written by message.
+    /// Whether a doorbell must be written by message.
     is_rung: bool,
 }
 
@@ -96,7 +96,7 @@ impl Host {
         self.began.elapsed().as_nanos() as u64 + 1
     }
 
-    /// Everybody has a turn.
+    /// Runs all parts once.
     fn round(&mut self) {
         let now_ns = self.now_ns();
         self.controller.advance(now_ns);
@@ -151,7 +151,7 @@ impl Host {
         self.run("all bios end", |host| host.in_flight == 0);
     }
 
-    /// Bio `number` of the buffer goes to or comes from its place on the disk, by this queue.
+    /// Submits bio `number`, with its part of the buffer and its range of the disk, to this queue.
     fn submit(&mut self, qid: u16, op: Op, number: u64) {
         let mut bio = Bio::with_capacity(1);
         (bio.op, bio.flags) = (op, BioFlags::NO_MERGE);
@@ -165,16 +165,16 @@ impl Host {
         self.queues.get_mut(&qid).unwrap().submit(bio);
     }
 
-    /// All bios, dealt to the queues from this one on.
+    /// Submits all bios, distributed over the queues from this one on.
     fn submit_all(&mut self, op: Op, first: u64) {
         for number in 0..BIOS {
             self.submit(1 + ((number + first) % QUEUES as u64) as u16, op, number);
         }
     }
 
-    /// Leaves as a process that dies: the connection is closed, whatever is in flight.
+    /// Leaves like a killed process: closes the connection with requests in flight.
     fn die(mut self) {
-        // A queue that is dropped wants its requests back.
+        // The drop of a queue would wait for its requests.
         std::mem::forget(std::mem::take(&mut self.queues));
     }
 
@@ -184,7 +184,7 @@ impl Host {
         }
     }
 
-    /// Reads all that was written, each by another queue than wrote it, and compares.
+    /// Reads all written data, each bio by another queue than the write, and compares.
     fn verify(&mut self, seed: u8) {
         self.fill(!seed);
         self.submit_all(Op::Read, 1);
@@ -201,7 +201,7 @@ impl Host {
     }
 }
 
-/// Bytes that differ between bios, and within each.
+/// Fills the buffer with bytes that differ between and within bios.
 fn pattern(seed: u8, number: u64) -> Vec<u8> {
     (0..BIO_BYTES).map(|at| seed ^ (number * 131 + at / 512 * 17 + at) as u8).collect()
 }
@@ -281,7 +281,7 @@ fn a_host_that_leaves_under_load_comes_again() {
         host.submit_all(Op::Write, 0);
         host.finish();
         host.verify(seed);
-        // Its memory goes with it, while the device writes there.
+        // Its memory is unmapped while the device writes to it.
         host.submit_all(Op::Read, 0);
         host.round();
         host.die();

@@ -1,5 +1,4 @@
-//! A vfio-user client that breaks the rules: each message with the errno it gets, or the connection is closed; and the
-//! next client is served.
+//! An invalid vfio-user client: each message gets its errno or closes the connection, and the next client is served.
 #![forbid(unsafe_code)]
 
 mod common;
@@ -43,7 +42,7 @@ fn unmap(address: u64, size: u64) -> VfioRequest<'static> {
     VfioRequest::DmaUnmap(DmaUnmapRequest::One { address, size })
 }
 
-/// The session goes on: NVMe version 2.0 is in its register.
+/// Checks that the session continues: the version register says NVMe 2.0.
 fn assert_served(client: &mut RawClient) {
     let version = client.call(&read(0, 8, 4), &[]).unwrap();
     assert_eq!(version[16..], [0, 0, 2, 0]);
@@ -190,7 +189,7 @@ fn memory_is_mapped_in_whole_pages_of_files_and_never_twice() {
     assert_eq!(client.call(&map(0x20000, 0x1000, 0), &[fds[0], fds[0]]), Err(EINVAL), "two descriptors");
     assert_eq!(client.call(&map(0x20000, 0x1000, 0), &[]), Ok(vec![]), "not reached, but not refused");
     assert_eq!(client.call(&unmap(0x20000, 0x1000), &[]).map(|unmapped| unmapped.len()), Ok(24));
-    // One is there.
+    // One mapping exists.
     for number in 1..256 {
         assert_eq!(client.call(&map(0x10_0000 + number * 0x1000, 0x1000, 0), &fds), Ok(vec![]), "{number}");
     }
@@ -251,7 +250,7 @@ fn a_controller_enabled_on_memory_that_is_not_there_fails_and_is_reset() {
         client.call(&request, &[]).unwrap();
     }
     assert_eq!(client.call(&read(0, 0x1c, 4), &[]).unwrap()[16], 2, "CSTS.CFS");
-    // Doorbells of queues that do not exist, and of a controller that is not ready.
+    // Doorbells of queues that do not exist, while the controller is not ready.
     for offset in [0x1000, 0x1008, 0x1010, 0x1ffc] {
         client.call(&write(offset, &[0xff; 4]), &[]).unwrap();
     }
@@ -270,7 +269,7 @@ fn a_client_that_stops_within_a_message_or_never_reads_does_not_hold_up_the_end(
     assert!(client.is_closed());
     let world = self::world();
     let client = RawClient::greeted(&world.path);
-    // Until the answers fill the socket, and then the commands.
+    // Until replies fill the socket, and then commands.
     let request = read(7, 0, 256).encode(1, false);
     for _ in 0..100_000 {
         if !client.try_send(&request) {

@@ -1,4 +1,4 @@
-//! Members of a hardware queue, round by round, on a clock that the test moves.
+//! Members of a hardware queue, round by round, with a clock controlled by the test.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use super::{IDENTITY, QUEUES, device};
 
 const MS: u64 = 1_000_000;
 
-/// Two members of a hardware queue, which run.
+/// Two running members of a hardware queue.
 struct Members {
     poller: QueuePoller<RamQueue, MiniQueueSession>,
     remotes: Vec<QueueRemote<MiniQueueSession>>,
@@ -44,7 +44,7 @@ impl Members {
         members
     }
 
-    /// What this comes to, on another thread, which the poller answers.
+    /// Result of a call on another thread, while this thread runs the poller.
     fn asking<T: Send>(&mut self, ask: impl FnOnce() -> T + Send) -> T {
         std::thread::scope(|scope| {
             let asking = scope.spawn(ask);
@@ -55,7 +55,7 @@ impl Members {
         })
     }
 
-    /// One round, a microsecond after the last.
+    /// One round, a microsecond after the previous one.
     fn turn(&mut self) -> PollerState {
         self.now_ns += 1000;
         self.poller.run_once(&mut (), self.now_ns)
@@ -67,14 +67,14 @@ impl Members {
         }
     }
 
-    /// Whether it would have to stay awake.
+    /// Whether arming reports work.
     fn nod(&mut self) -> bool {
         let work = Poller::<()>::arm(&mut self.poller);
         Poller::<()>::disarm(&mut self.poller);
         work
     }
 
-    /// Has all come to rest.
+    /// Suspends all queues.
     fn end(mut self, remotes: &[QueueRemote<MiniQueueSession>]) {
         for remote in remotes {
             self.asking(|| remote.suspend().unwrap().wait().unwrap());
@@ -89,13 +89,13 @@ impl Members {
         }
     }
 
-    /// Takes what was completed at a ring; says how many.
+    /// Takes the completions of a ring; returns their number.
     fn completed(&self, queue: usize) -> u64 {
         std::iter::from_fn(|| self.rings[queue].poll()).count() as u64
     }
 }
 
-/// So many requests a second.
+/// A limit of this number of requests per second.
 fn limit(iops: u64) -> Arc<RateLimit> {
     Arc::new(RateLimit::new(RateConfig { iops, bytes_per_s: 0, burst_ms: 10 }).unwrap())
 }
@@ -105,7 +105,7 @@ fn suspended_member_lifts_no_limit_for_others() {
     let mut members = Members::new(100 * MS, &[limit(100)]);
     members.offer(0, 1);
     members.turn();
-    // It is drained when its device answers. The other offers much meanwhile.
+    // It drains when its device completes; meanwhile the other member offers many requests.
     let suspension = members.remotes[0].suspend().unwrap();
     members.turn();
     members.offer(1, 200);
@@ -192,7 +192,7 @@ fn refusals_and_merges_are_counted_with_their_member() {
         (stats.refused, stats.merged.iter().sum::<u64>())
     };
     for (round, queue) in [(1, 1), (1, 0), (2, 1)] {
-        // Beyond the end; and two that touch.
+        // A sector past the end, and two adjacent ones.
         for sector in [1 << 40, 6, 7] {
             members.rings[queue].offer(MiniRequest { id: 0, op: MiniOp::Read, sector, slot: 0 });
         }

@@ -50,7 +50,7 @@ fn device(latency_ns: u64) -> RamDevice {
     RamDevice::new(info, NullConfig { latency_ns, bytes_per_s: 0 }).unwrap()
 }
 
-/// Lanes with the queues of an export, and what it serves.
+/// Lanes with the queues of an export, and its configuration.
 fn queues(
     device: &RamDevice,
     rings: &[Arc<MiniRing>],
@@ -94,7 +94,7 @@ impl MiniWorld {
         self.watches[queue].stats().unwrap().snapshot().op(class).ios
     }
 
-    /// Does one request at a queue; says its status.
+    /// Submits one request to a queue; returns its status.
     fn io(&self, queue: usize, op: MiniOp, sector: u64, slot: u64) -> u8 {
         self.rings[queue].offer(MiniRequest { id: 7, op, sector, slot });
         let mut status = None;
@@ -116,11 +116,11 @@ impl MiniWorld {
     }
 }
 
-/// Somebody on the other end of a connection.
+/// The client's end of a connection.
 struct Client(UnixStream);
 
 impl Client {
-    /// Sends a command, and waits for the number that answers it; none if the connection ends.
+    /// Sends a command and returns the number of its reply; `None` if the connection ends.
     fn ask(&mut self, what: u8, queue: u8) -> Option<u64> {
         self.0.set_read_timeout(Some(PATIENCE)).unwrap();
         self.0.write_all(&[what, queue]).unwrap();
@@ -172,7 +172,7 @@ fn own_queue_suspends_with_io_in_flight_and_goes_on() {
     assert!(fetched > 0, "what was fetched is finished");
     let completed = std::iter::from_fn(|| world.rings[0].poll()).count() as u64;
     assert_eq!((completed, world.rings[0].waiting() as u64), (fetched, 40 - fetched));
-    // Nothing is fetched meanwhile; the other queue is not concerned.
+    // No request is fetched meanwhile; the other queue is not affected.
     world.rings[0].offer(MiniRequest { id: 40, op: MiniOp::Read, sector: 0, slot: 0 });
     assert_eq!(world.io(1, MiniOp::Read, 0, 1), 0);
     assert_eq!((world.rings[0].poll(), world.rings[0].waiting() as u64), (None, 41 - fetched));
@@ -209,7 +209,7 @@ fn orders_from_outside_reach_an_own_protocol() {
         (status.is_connected(), status.sessions(), status.session(), status.depth()),
         (true, 1, Some(2), Some(4))
     );
-    // What it does not know ends the session; the next front-end is served, with the queues that are offered by now.
+    // An unknown command ends the session; the next front-end is served with the presently offered queues.
     assert_eq!(client.ask(b'?', 0), None);
     let mut next = world.connect();
     assert_eq!((next.ask(b'R', 0), next.ask(b'R', 1)), (Some(0), None));

@@ -1,7 +1,7 @@
-//! A protocol as small as one can be, on the core of the exports: nothing of vhost-user or virtio is used.
+//! A minimal protocol on the core of the exports, without vhost-user or virtio.
 //!
-//! A ring is a pair of lists in this process, under a lock. A connection takes commands of two bytes, what and which
-//! queue, and answers each with nine: whether it was done, and a number.
+//! A ring is a pair of lists in this process, under a lock. A connection takes commands of two bytes, operation and
+//! queue, and answers each with nine bytes: result and a number.
 
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
@@ -18,17 +18,17 @@ use blkyard_mem::{Region, RegionTable, Segment};
 use blkyard_mq::{Bio, BioFlags, DeviceInfo, Op, SECTOR_SHIFT, SignalEventfd, Status};
 use blkyard_sys::{EventFd, EventFlags};
 
-/// Entries of a ring, as far as anyone asks.
+/// Reported ring size, entries.
 const ENTRIES: u16 = 64;
 
-/// What a client may ask for.
+/// Operations of a client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MiniOp {
     Read,
     Write,
-    /// Answered on the spot.
+    /// Completed at once.
     Identify,
-    /// Nothing that there is.
+    /// Invalid operation.
     Nonsense,
 }
 
@@ -41,7 +41,7 @@ pub struct MiniRequest {
     pub slot: u64,
 }
 
-/// A ring and its memory, of which both sides have a share.
+/// A ring and its memory, shared by both sides.
 pub struct MiniRing {
     state: Mutex<MiniState>,
     memory: Arc<RegionTable>,
@@ -52,13 +52,13 @@ pub struct MiniRing {
 #[derive(Default)]
 struct MiniState {
     offered: VecDeque<MiniRequest>,
-    /// Ids and statuses: zero for well.
+    /// Ids and statuses; status zero is success.
     completed: VecDeque<(u16, u8)>,
     wants_kick: bool,
 }
 
 impl MiniRing {
-    /// Rings that share one memory, as those of a front-end do.
+    /// Rings that share one memory, like those of one front-end.
     pub fn several(count: usize) -> Vec<Arc<MiniRing>> {
         let memory = Arc::new(RegionTable::new(vec![Region::anonymous(1 << 20).unwrap()]));
         let ring = |_| {
@@ -81,7 +81,7 @@ impl MiniRing {
         }
     }
 
-    /// The client's side: a completion, if there is one.
+    /// The client's side: takes a completion, if any.
     pub fn poll(&self) -> Option<(u16, u8)> {
         self.state().completed.pop_front()
     }
@@ -107,22 +107,22 @@ impl MiniRing {
     }
 }
 
-/// A ring that runs.
+/// A running ring.
 pub struct MiniQueueSession {
     ring: Arc<MiniRing>,
     /// Requests fetched, over all sessions.
     fetched: u64,
     in_flight: u16,
-    /// Completions that the client has not seen.
+    /// Completions not yet published.
     ended: Vec<(u16, u8)>,
 }
 
-/// What a ring needs to run: itself, and how many requests were fetched of it.
+/// Setup of a ring: the ring, and its number of fetched requests.
 pub type MiniSetup = (Arc<MiniRing>, u64);
 
 impl QueueSession for MiniQueueSession {
     type Setup = MiniSetup;
-    /// What [`MiniOp::Identify`] reads.
+    /// Data returned by [`MiniOp::Identify`].
     type Identity = [u8; 512];
     type Pending = u16;
     type Base = u64;
@@ -258,7 +258,7 @@ impl QueueSession for MiniQueueSession {
     }
 }
 
-/// A disk with its rings, which a front-end need not describe.
+/// A disk with its rings; the front-end sends no setup.
 pub struct MiniDisk {
     pub info: DeviceInfo,
     pub queues: u16,
@@ -292,16 +292,16 @@ impl ExportedDisk for MiniDisk {
     }
 }
 
-/// A connection.
+/// A connection with its session.
 pub struct MiniSession {
     connection: Arc<UnixStream>,
     config: ExportConfig<MiniSession>,
     log: Arc<ExportLog>,
-    /// Requests fetched of each ring, and whether it runs.
+    /// Fetched requests of each ring, and whether it runs.
     rings: Vec<(u64, bool)>,
 }
 
-/// A connection that is handed over, and how many requests were fetched of each ring.
+/// A handed-over connection, and the number of fetched requests of each ring.
 pub type MiniHandover = (UnixStream, Vec<u64>);
 
 impl MiniSession {
@@ -326,7 +326,7 @@ impl MiniSession {
         Ok(*fetched)
     }
 
-    /// Those that ran.
+    /// Suspends all running queues; returns their indexes.
     fn suspend_all(&mut self) -> Result<Vec<usize>, String> {
         let running: Vec<usize> = (0..self.rings.len()).filter(|queue| self.rings[*queue].1).collect();
         running.iter().try_for_each(|queue| self.suspend(*queue).map(drop))?;
@@ -352,7 +352,7 @@ impl FrontEndSession for MiniSession {
     type Reserve = ();
     type State = MiniHandover;
     type Start = ();
-    /// Queues that run.
+    /// Indexes of the queues to run.
     type View = usize;
     type Error = String;
 
