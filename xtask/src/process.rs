@@ -1,11 +1,11 @@
-//! Child processes, none of which outlives us.
+//! Child processes, which never outlive this process.
 //!
-//! Every child leads a process group of its own, is killed by the kernel should we die first, and is ended by its own
-//! id when its owner drops it. Output goes to files, never to pipes, so a child cannot block on a reader and its output
-//! so far can be read at any time.
+//! Every child leads a separate process group, is killed by the kernel if this process dies, and by its id when its
+//! owner drops it. Output goes to files, never to pipes, so a child cannot block on a reader and its output can be read
+//! at any time.
 //!
-//! Starts no thread, and must itself be called from the main thread only: the kernel ties the death signal of a child
-//! to the thread that started it.
+//! Starts no thread, and must be called from the main thread only: the kernel ties the death signal of a child to the
+//! thread that started it.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -16,8 +16,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 
-/// How often a child is asked whether it has ended. Short beside anything we time, long beside the
-/// microseconds that asking costs.
+/// Polling interval for the end of a child: short compared to measured times, long compared to the microseconds of a
+/// poll.
 const POLL: Duration = Duration::from_millis(10);
 
 /// Result of a program.
@@ -28,7 +28,7 @@ pub struct Ended {
 }
 
 impl Ended {
-    /// Both streams, for a message to a person.
+    /// Both streams, for messages.
     pub fn said(&self) -> String {
         let mut said = self.stdout.trim_end().to_owned();
         if !said.is_empty() && !self.stderr.trim().is_empty() {
@@ -39,7 +39,7 @@ impl Ended {
     }
 }
 
-/// A child that is running, or has ended and was not yet asked for.
+/// A child that is running or was not reaped yet.
 ///
 /// Dropping it kills its process group.
 pub struct Running {
@@ -47,20 +47,20 @@ pub struct Running {
     child: Child,
     stdout: File,
     stderr: File,
-    /// Length of both before the program began: a log may have earlier output of others.
+    /// Lengths of both files before the program started: a log may have earlier output.
     before: u64,
     ended: Option<ExitStatus>,
 }
 
 impl Running {
-    /// Starts `command` with nothing on its standard input. Its output is kept in nameless files.
+    /// Starts `command` with an empty standard input. Its output goes to unnamed files.
     pub fn start(name: &str, command: &Command) -> Result<Self> {
         let stdout = tempfile::tempfile().context("cannot make a temporary file for a program's output")?;
         let stderr = tempfile::tempfile().context("cannot make a temporary file for a program's output")?;
         Self::start_into(name, command, stdout, stderr, 0)
     }
 
-    /// Starts `command` with both streams going to `log`, after what is there already.
+    /// Starts `command`; both streams are appended to `log`.
     pub fn start_logged(name: &str, command: &Command, log: &File) -> Result<Self> {
         let again = || log.try_clone().context("cannot open a log a second time");
         let before = log.metadata().context("cannot ask a log for its length")?.len();
@@ -69,7 +69,7 @@ impl Running {
 
     fn start_into(name: &str, command: &Command, stdout: File, stderr: File, before: u64) -> Result<Self> {
         let handle = |file: &File| file.try_clone().map(Stdio::from).context("cannot pass a file to a program");
-        // setpriv and not a hook between fork and exec: a hook would be unsafe code.
+        // setpriv instead of a hook between fork and exec, which would need unsafe code.
         let mut wrapped = Command::new("setpriv");
         wrapped.args(["--pdeathsig", "KILL", "--"]).arg(command.get_program()).args(command.get_args());
         for (key, value) in command.get_envs() {
@@ -95,12 +95,12 @@ impl Running {
         self.child.id()
     }
 
-    /// What the program has written to its standard output so far.
+    /// Standard output of the program so far.
     pub fn stdout(&self) -> Result<String> {
         contents(&self.stdout, self.before)
     }
 
-    /// What the program has written to its standard error so far.
+    /// Standard error of the program so far.
     pub fn stderr(&self) -> Result<String> {
         contents(&self.stderr, self.before)
     }
@@ -113,7 +113,7 @@ impl Running {
         Ok(self.ended)
     }
 
-    /// Asks the program to end (SIGTERM). One that has ended already is left alone.
+    /// Sends SIGTERM to the program, unless it has ended.
     pub fn ask_to_end(&mut self) -> Result<()> {
         if self.poll()?.is_none() {
             kill_process(self.pid(), Signal::TERM).with_context(|| format!("cannot signal {}", self.name))?;
@@ -121,7 +121,7 @@ impl Running {
         Ok(())
     }
 
-    /// Waits until the program has ended. One that takes longer than `limit` is killed, and an error.
+    /// Waits until the program has ended. After `limit` it is killed, which is an error.
     pub fn wait(mut self, limit: Duration) -> Result<Ended> {
         let start = Instant::now();
         loop {
@@ -136,7 +136,7 @@ impl Running {
         }
     }
 
-    /// Waits until `ready` is true of the running program; false when it ended before that.
+    /// Waits until `ready` holds for the running program; false if it has ended before.
     pub fn wait_until(&mut self, limit: Duration, mut ready: impl FnMut(&Self) -> Result<bool>) -> Result<bool> {
         let start = Instant::now();
         loop {
@@ -144,7 +144,7 @@ impl Running {
                 return Ok(true);
             }
             if self.poll()?.is_some() {
-                // It may have got there between the look and its end.
+                // The condition may have become true between the check and the end.
                 return ready(self);
             }
             if start.elapsed() >= limit {
@@ -167,15 +167,15 @@ impl Running {
 impl Drop for Running {
     fn drop(&mut self) {
         if let Ok(None) = self.poll() {
-            // The group, since a build tool or a shell has children of its own. It has our child's
-            // id, which cannot belong to anyone else before we have waited for that child.
+            // Kills the group, since build tools and shells have children. Its id is that of the child, which cannot be
+            // reused before the child is reaped.
             let _ = kill_process_group(self.pid(), Signal::KILL);
             let _ = self.child.wait();
         }
     }
 }
 
-/// Runs a program to its end and returns what it said, whatever its exit status.
+/// Runs a program to its end and returns its output, with any exit status.
 pub fn run(name: &str, command: &Command, limit: Duration) -> Result<Ended> {
     Running::start(name, command)?.wait(limit)
 }
@@ -196,7 +196,7 @@ pub fn tail(text: &str, lines: usize) -> String {
 }
 
 fn contents(file: &File, from: u64) -> Result<String> {
-    // Read by position: the offset belongs to the child, which shares this open file.
+    // Positional reads, since the child shares the file offset.
     let length = file.metadata().context("cannot ask a log for its length")?.len().saturating_sub(from);
     let mut bytes = vec![0; usize::try_from(length).context("a log too long to read")?];
     file.read_exact_at(&mut bytes, from).context("cannot read a program's output")?;
@@ -213,7 +213,7 @@ mod tests {
         command
     }
 
-    /// Longer than anything here takes on a busy machine.
+    /// Time limit of a wait, longer than any step takes on a busy machine.
     const PATIENCE: Duration = Duration::from_mins(1);
 
     #[test]

@@ -1,6 +1,6 @@
 //! Start and stop of the server under test.
 //!
-//! It is `blkyard serve`, or in its place qemu-storage-daemon: a scenario that fails against both has a mistake itself.
+//! It is `blkyard serve` or qemu-storage-daemon; a scenario that fails with both is itself wrong.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -13,39 +13,39 @@ use anyhow::{Context, Result, bail, ensure};
 
 use crate::process::{Ended, Running, run, tail};
 
-/// A server that is not ready by then never will be. Mostly used up by a machine that compiles beside it.
+/// Time limit for a server to become ready, generous for machines that compile meanwhile.
 const READY_LIMIT: Duration = Duration::from_mins(1);
 
-/// How long a server may take to finish what is in flight: milliseconds, but for a machine that does other things as
-/// well. A server that waits for its client instead takes for ever.
+/// Time limit for a server to complete requests in flight: milliseconds, except on a busy machine. A server that waits
+/// for its client exceeds it.
 pub const STOP_LIMIT: Duration = Duration::from_secs(30);
 
-/// What blkyard says, on a line of its own, once it serves. It listens before: its sockets may not have their
-/// permissions yet, and not all may be said that it says of itself.
+/// Line that blkyard prints when it is ready. Its sockets listen earlier, when their permissions may not be set yet and
+/// start-up lines are still missing.
 const READY: &str = "ready";
 
-/// Which program serves.
+/// The server program.
 pub enum Program {
     Blkyard(PathBuf),
     /// qemu-storage-daemon.
     Foreign(PathBuf),
 }
 
-/// What is served.
+/// Device to serve.
 #[derive(Clone)]
 pub enum OfferedDevice {
     File(PathBuf),
     ReadOnly(PathBuf),
-    /// Bytes in memory, so many MiB.
+    /// Memory disk of this size, MiB.
     Ram(u32),
-    /// Nothing at all, so many MiB of it.
+    /// Null device of this size, MiB.
     Null(u32),
-    /// In blkyard's own words.
+    /// Specification in blkyard's syntax.
     Spec(String),
 }
 
 impl OfferedDevice {
-    /// In blkyard's words.
+    /// The device in blkyard's syntax.
     pub fn spec(&self) -> String {
         match self {
             Self::File(path) => format!("file:{}", path.display()),
@@ -74,12 +74,12 @@ impl Export {
 }
 
 impl Program {
-    /// Whether this is the product, and so has to keep promises that only the product makes.
+    /// Whether this is blkyard, for checks that only blkyard must pass.
     pub fn is_ours(&self) -> bool {
         matches!(self, Self::Blkyard(_))
     }
 
-    /// The product with arguments of its own.
+    /// blkyard with these arguments.
     pub fn command(&self) -> Result<Command> {
         match self {
             Self::Blkyard(path) => Ok(Command::new(path)),
@@ -95,7 +95,7 @@ impl Program {
                 command.arg("serve");
                 let mut before = None;
                 for export in exports {
-                    // One device after the other; several exports of the same are served from one.
+                    // Each device once; exports of the same device share it.
                     let device = export.device.spec();
                     if before.as_ref() != Some(&device) {
                         command.args(["--device", &device]);
@@ -109,7 +109,7 @@ impl Program {
         }
     }
 
-    /// What the product says when it refuses to serve. Serving instead is an error.
+    /// Error output of blkyard refusing to serve. Serving instead is an error.
     pub fn refusal(&self, arguments: &[&str]) -> Result<String> {
         let ended = run("blkyard serve", self.command()?.arg("serve").args(arguments), READY_LIMIT)
             .context("serve should have refused this at once")?;
@@ -149,19 +149,19 @@ fn file_node(image: &Path) -> String {
     format!("file,filename={},discard=unmap", image.display())
 }
 
-/// A server that is ready. Dropping it kills it.
+/// A ready server. Dropping it kills it.
 pub struct ReadyServer {
     running: Running,
 }
 
 impl ReadyServer {
-    /// Starts `program` on these exports; what it says goes into `log`.
+    /// Starts `program` with these exports; its output goes to `log`.
     pub fn start(program: &Program, exports: &[Export], log: &File) -> Result<Self> {
         let sockets: Vec<_> = exports.iter().map(|export| export.socket.clone()).collect();
         Self::start_and_wait(&program.serve(exports)?, &sockets, log, program.is_ours())
     }
 
-    /// Starts blkyard with a command of the caller's own making, and waits until it serves at the sockets.
+    /// Starts blkyard with this command, and waits until it is ready.
     pub fn start_command(command: &Command, sockets: &[PathBuf], log: &File) -> Result<Self> {
         Self::start_and_wait(command, sockets, log, true)
     }
@@ -185,37 +185,37 @@ impl ReadyServer {
         self.running.id()
     }
 
-    /// Asks the server to end, which it must do soon and with success.
+    /// Asks the server to end; it must do so within the time limit and with success.
     pub fn stop(mut self) -> Result<Ended> {
         self.running.ask_to_end()?;
         self.end().context("after SIGTERM")
     }
 
-    /// Waits for the server to end, which it must do soon and with success.
+    /// Waits for the server to end; it must do so within the time limit and with success.
     pub fn end(self) -> Result<Ended> {
         let ended = self.running.wait(STOP_LIMIT).context("the server does not end")?;
         ensure!(ended.status.success(), "the server ended with {}", ended.status);
         Ok(ended)
     }
 
-    /// Ends the server as a crash would.
+    /// Kills the server.
     pub fn kill(self) {
         drop(self);
     }
 
-    /// Waits until what the server has said so far is enough.
+    /// Waits until the server's output satisfies a condition.
     pub fn wait_until_said(&mut self, limit: Duration, enough: impl Fn(&str) -> bool) -> Result<()> {
         let told = self.running.wait_until(limit, |running| Ok(enough(&running.stdout()?)))?;
         ensure!(told, "the server ended before it had said enough");
         Ok(())
     }
 
-    /// What the server has said so far.
+    /// Output of the server so far.
     pub fn said(&self) -> Result<String> {
         self.running.stdout()
     }
 
-    /// The server is still there.
+    /// Checks that the server is still running.
     pub fn check_alive(&mut self) -> Result<()> {
         match self.running.poll()? {
             None => Ok(()),
@@ -223,7 +223,7 @@ impl ReadyServer {
         }
     }
 
-    /// Processor time that the threads of the server use from now on for a time, together.
+    /// CPU time of all threads of the server during this interval.
     pub fn processor_time_within(&self, time: Duration) -> Result<Duration> {
         let before = self.processor_times()?;
         std::thread::sleep(time);
@@ -233,15 +233,15 @@ impl ReadyServer {
         Ok(self.processor_times()?.into_iter().map(used).sum())
     }
 
-    /// Processor time that each thread has used so far.
+    /// CPU time of each thread so far.
     fn processor_times(&self) -> Result<BTreeMap<OsString, Duration>> {
         let folder = format!("/proc/{}/task", self.running.id());
         let mut times = BTreeMap::new();
         for thread in fs::read_dir(&folder).with_context(|| format!("cannot read {folder}"))? {
             let thread = thread?;
-            // The first word is the time on a processor, in nanoseconds; finer than the ticks of `stat`.
+            // The first field is CPU time in nanoseconds, finer than the ticks of `stat`.
             let path = thread.path().join("schedstat");
-            // The kernel's own threads for a ring come and go: one that was listed may be gone.
+            // The kernel's io_uring threads come and go, so a listed thread may be gone.
             let Ok(text) = fs::read_to_string(&path) else { continue };
             let word = text.split(' ').next().unwrap_or_default();
             let nanos = word.parse().with_context(|| format!("cannot understand {}", path.display()))?;
@@ -252,20 +252,19 @@ impl ReadyServer {
     }
 }
 
-/// Whether a socket is there and someone listens at it.
+/// Whether a socket exists and has a listener.
 fn listens(socket: &Path) -> bool {
-    // `__SO_ACCEPTCON` among the flags.
+    // `__SO_ACCEPTCON` in the flags.
     socket.exists() && table_entries(socket).any(|entry| entry.flags == "00010000")
 }
 
 /// Whether a client is connected to the server at a socket.
 pub fn has_client(socket: &Path) -> bool {
-    // `SS_CONNECTED`: the server's end of a connection has the name of the socket it came in by.
+    // `SS_CONNECTED`: the server's end of a connection has the path of its listening socket.
     table_entries(socket).any(|entry| entry.state == "03")
 }
 
-/// What the kernel knows of a socket and its connections. Its table is asked, since a connection
-/// made to find out would count as a client.
+/// Entries of the kernel's table for a socket and its connections. A test connection would count as a client.
 struct TableEntry {
     flags: String,
     state: String,
@@ -273,10 +272,10 @@ struct TableEntry {
 
 fn table_entries(socket: &Path) -> impl Iterator<Item = TableEntry> {
     let table = fs::read_to_string("/proc/net/unix").unwrap_or_default();
-    // A server that was given a relative path is in the table by that.
+    // A server with a relative path is in the table under that path.
     let names = [Some(socket.as_os_str()), socket.file_name()];
     let entry = |line: &str| match line.split_whitespace().collect::<Vec<_>>()[..] {
-        // Number, references, protocol, flags, type, state, inode, path.
+        // Fields: number, references, protocol, flags, type, state, inode, path.
         [_, _, _, flags, _, state, _, path] if names.contains(&Some(path.as_ref())) => {
             Some(TableEntry { flags: flags.to_owned(), state: state.to_owned() })
         }

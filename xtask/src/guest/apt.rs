@@ -1,8 +1,7 @@
 //! Debian packages by name, through a private apt state: nothing is installed, no root needed.
 //!
-//! The archive's address is the one this machine's apt already uses, so mirrors and proxies that
-//! someone set up are honoured. Dependencies are complete, because in the private state no package
-//! counts as installed. Does not unpack anything: see `parts`.
+//! Uses the archive address of this machine's apt, including its mirrors and proxies. Dependencies are complete, since
+//! no package counts as installed in the private state. Packages are unpacked in `parts`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,10 +12,10 @@ use anyhow::{Context, Result, bail};
 
 use crate::process::succeed;
 
-/// Covers a slow mirror; the largest selection is 250 MB.
+/// Time limit for a slow mirror; the largest selection is 250 MB.
 const DOWNLOAD_LIMIT: Duration = Duration::from_mins(15);
 
-/// One release of Debian (with the release that its backports build on), ready to be asked.
+/// One release of Debian, with the release that its backports depend on, ready for queries.
 pub struct Suite {
     name: &'static str,
     options: Vec<String>,
@@ -51,12 +50,12 @@ impl Suite {
             "APT::Architecture=amd64".into(),
             "APT::Architectures=amd64".into(),
             "APT::Install-Recommends=false".into(),
-            // apt's download user cannot be expected to reach a folder in someone's home.
+            // apt's download user may have no access to a folder in a home directory.
             "APT::Sandbox::User=".into(),
             "Acquire::Languages=none".into(),
             "Acquire::IndexTargets::deb::DEP-11::DefaultEnabled=false".into(),
             "Acquire::Retries=3".into(),
-            // Half a list would be found out only by what is missing from it.
+            // An incomplete list would be noticed only by missing packages.
             "APT::Update::Error-Mode=any".into(),
             "Debug::NoLocking=true".into(),
         ]
@@ -68,7 +67,7 @@ impl Suite {
         Ok(suite)
     }
 
-    /// Puts the packages and all they depend on into `folder`.
+    /// Downloads the packages and all their dependencies into `folder`.
     pub fn fetch(&self, packages: &[&str], folder: &Path) -> Result<Vec<PathBuf>> {
         fs::create_dir_all(folder.join("partial")).with_context(|| format!("cannot make {}", folder.display()))?;
         let mut command = self.apt_get(&["-y", "--download-only"]);
@@ -107,7 +106,7 @@ impl Suite {
     }
 }
 
-/// The source entry of a suite; backports lean on the release they are made for.
+/// The source entry of a suite; backports depend on their base release.
 fn sources(address: &str, suite: &str) -> String {
     const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
     let suites = match suite.strip_suffix("-backports") {
@@ -123,10 +122,10 @@ fn sources(address: &str, suite: &str) -> String {
     text
 }
 
-/// Where this machine's apt finds Debian. All suites live in the same archive.
+/// Address of Debian in this machine's apt configuration. All suites are in the same archive.
 fn archive_address() -> Result<String> {
     let mut command = Command::new("apt-get");
-    // The release information is left out so that this works before the first `apt-get update`.
+    // The release information is not used, so that this works before the first `apt-get update`.
     command.args(["indextargets", "--no-release-info", "--format", "$(RELEASE) $(REPO_URI)", "Created-By: Packages"]);
     let targets = succeed("apt-get indextargets", &command, Duration::from_mins(1))?;
     let codename = fs::read_to_string("/etc/os-release")
@@ -137,7 +136,7 @@ fn archive_address() -> Result<String> {
     choose_address(&targets, codename.as_deref())
 }
 
-/// The address of the entry for this very release, or else of a release under its usual names.
+/// Address of the entry for this release, or for a release under its usual names.
 fn choose_address(targets: &str, codename: Option<&str>) -> Result<String> {
     let pairs: Vec<_> = targets.lines().filter_map(|line| line.split_once(' ')).collect();
     let usual = ["stable", "testing", "unstable", "sid", "oldstable", "trixie", "bookworm"];

@@ -1,7 +1,7 @@
-//! The guest's root: busybox, the programs tests need with their libraries, the kernel's modules.
+//! The guest's root file system: busybox, the tests' programs with their libraries, and kernel modules.
 //!
-//! Kept twice: as the archive the kernel unpacks, and as the tree it was made from, which also makes
-//! an image to boot from. Nothing in it is compressed: the emulated processor is slow at unpacking.
+//! Kept twice: as the archive for the kernel, and as a tree for bootable images. It is not compressed, since the
+//! emulated CPU unpacks slowly.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -19,24 +19,24 @@ use crate::process::{run, succeed};
 /// The first process; see the file.
 const INIT: &str = include_str!("init");
 
-/// Programs of the guest beside busybox, whose own versions lack what tests ask of them. Its shell prefers
-/// its own all the same, unless it is given the whole path.
+/// Programs besides busybox, whose own versions lack needed options. busybox's shell prefers its own versions unless
+/// the whole path is given.
 const PROGRAMS: &[&str] = &["usr/bin/fio", "usr/sbin/blkdiscard", "usr/sbin/blockdev", "usr/sbin/mkfs.ext4"];
 
-/// The way of the task into the guest, its output's way out, the disk under test and its file system.
+/// Modules for the task's input, its output, the disk under test and its file system.
 const MODULES: &[&str] =
     &["qemu_fw_cfg", "virtio_pci", "virtio_console", "virtio_blk", "ext4", "crc32c_generic", "crc32c_intel"];
 
-/// Those of them that newer kernels lack, whose checksums are part of them.
+/// Modules of that list that newer kernels lack: their checksums are built in.
 const CHECKSUMS: &[&str] = &["crc32c_generic", "crc32c_intel"];
 
-/// Loaded by name at run time, so no program lists it: the C library's thread cancellation needs it.
+/// Loaded by name at run time, so no program lists it: needed for thread cancellation in the C library.
 const HIDDEN_LIBRARIES: &[&str] = &["libgcc_s.so.1"];
 
 const FOLDERS: &[&str] =
     &["dev", "etc", "proc", "root", "run", "sys", "sysroot", "tmp", "usr/bin", "usr/sbin", "usr/lib", "usr/lib64"];
 
-/// Raised when the code below makes something else of the same list.
+/// Version of the recipe, incremented when the code below changes its result for the same list.
 const VERSION: u32 = 2;
 
 const TOOL_LIMIT: Duration = Duration::from_mins(2);
@@ -65,8 +65,7 @@ pub fn build(guest: &Path, kernel: &str, new: &Path) -> Result<()> {
     archive(guest, &tree, &new.join("cpio"))
 }
 
-/// Copies the programs with the libraries their loader finds for them, then busybox under every
-/// name that is still free.
+/// Copies the programs with the libraries found by their loader, then busybox under every remaining name.
 fn programs(from: &Path, tree: &Path) -> Result<()> {
     let loader = from.join("usr/lib64/ld-linux-x86-64.so.2");
     copy(&loader, &tree.join("usr/lib64/ld-linux-x86-64.so.2"))?;
@@ -95,7 +94,7 @@ fn programs(from: &Path, tree: &Path) -> Result<()> {
             symlink("busybox", tree.join("usr/bin").join(applet))?;
         }
     }
-    // The kernel has its own idea of where this is, and asks for checksums of file systems there.
+    // The kernel expects this path, and looks for checksum modules there.
     symlink("../bin/busybox", tree.join("usr/sbin/modprobe"))?;
     Ok(())
 }
@@ -135,7 +134,7 @@ fn archive(guest: &Path, tree: &Path, to: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Copies what `from` stands for, with its permissions.
+/// Copies the target of `from` with its permissions.
 fn copy(from: &Path, to: &Path) -> Result<()> {
     fs::copy(from, to).with_context(|| format!("cannot copy {} to {}", from.display(), to.display()))?;
     Ok(())

@@ -1,7 +1,7 @@
-//! Debian's kernel: its image unpacked, and which modules need which.
+//! Debian's kernel: its unpacked image, and the dependencies of modules.
 //!
-//! Takes the kernel's package alone; what Debian would install beside it serves a machine that
-//! boots from a disk of its own. Does not decide which modules the guest gets: see `initramfs`.
+//! Uses only the kernel's package, without the parts for machines that boot from a disk. The guest's modules are chosen
+//! in `initramfs`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -93,7 +93,7 @@ fn payload(image: &[u8]) -> Result<&[u8]> {
     };
     let sectors = *image.get(SETUP_SECTORS).context("the image ends within its header")? as usize;
     let start = (sectors + 1) * 512 + word(PAYLOAD_OFFSET)?;
-    // The last word is the unpacked size, which zstd would take for the start of another frame.
+    // The last word is the unpacked size, which zstd would read as the start of another frame.
     let length = word(PAYLOAD_LENGTH)?.checked_sub(4).context("the payload is empty")?;
     let payload = image.get(start..start + length).context("the payload ends beyond the image")?;
     ensure!(payload.starts_with(ZSTD), "the payload is not compressed with zstd");
@@ -120,7 +120,7 @@ impl Modules {
         Ok(Self { folder, table, built_in })
     }
 
-    /// Where the modules lie; paths below are relative to this.
+    /// Folder of the modules; paths below are relative to it.
     pub fn folder(&self) -> &Path {
         &self.folder
     }

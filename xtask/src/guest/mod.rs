@@ -1,9 +1,8 @@
 //! The test guest: a kernel, an initramfs and the programs that drive them, all from Debian packages.
 //!
-//! Nothing is installed and no root rights are needed. Each part is built beside its place and moved
-//! there whole, and only then gets its stamp, so a build that was killed leaves nothing that looks
-//! finished. A stamp holds the recipe it was made from; a part whose recipe changed is made again.
-//! Does not boot anything: see `vm`.
+//! Nothing is installed and no root rights are needed. Each part is built in a temporary folder, moved to its place as
+//! a whole, and stamped afterwards, so an interrupted build is never used. A stamp holds the part's recipe; a part
+//! whose recipe changed is rebuilt. Booting is in `vm`.
 
 mod apt;
 mod initramfs;
@@ -25,20 +24,19 @@ use crate::process::succeed;
 
 /// The release the guest's kernel and programs come from.
 const USERLAND_SUITE: &str = "trixie";
-/// The first release whose QEMU tools speak vhost-user-blk as we test it (QEMU 11.1 with libblkio).
+/// The first release whose QEMU tools support vhost-user-blk as tested here (QEMU 11.1 with libblkio).
 const QEMU_SUITE: &str = "trixie-backports";
 
-/// The first release whose kernel's virtio drivers take rings in order (VIRTIO_F_IN_ORDER): Linux 7.3 does, 6.12 does
-/// not.
+/// The first release whose kernel supports in-order rings (VIRTIO_F_IN_ORDER): Linux 7.3 does, 6.12 does not.
 const NEW_KERNEL_SUITE: &str = QEMU_SUITE;
 
-/// Covers a machine that does other things as well: it is one small file.
+/// Time limit for a busy machine to build one small file.
 const COMPILER_LIMIT: Duration = Duration::from_mins(2);
 
 /// A kernel for the guest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Kernel {
-    /// That of the release that the guest is.
+    /// The kernel of the guest's release.
     #[default]
     Usual,
     /// A newer one.
@@ -46,7 +44,7 @@ pub enum Kernel {
 }
 
 impl Kernel {
-    /// The parts that are the kernel, and its initramfs.
+    /// The parts with the kernel, and the part with its initramfs.
     fn parts(self) -> [&'static str; 2] {
         match self {
             Kernel::Usual => ["kernel", "initramfs"],
@@ -61,7 +59,7 @@ pub struct Guest {
 }
 
 impl Guest {
-    /// The guest, built first where it is missing, anew where `rebuild` says so.
+    /// The guest; missing parts are built first, and all parts if `rebuild` is set.
     pub fn ensure(rebuild: bool) -> Result<Self> {
         let folder = folder()?;
         Builder::new(&folder)?.build(rebuild)?;
@@ -81,12 +79,12 @@ impl Guest {
         path
     }
 
-    /// The same, ready to take arguments.
+    /// The same, as a command without arguments.
     pub fn command(&self, name: &str) -> Command {
         Command::new(self.program(name))
     }
 
-    /// The kernel, uncompressed: emulated processors are slow at unpacking.
+    /// The uncompressed kernel: emulated CPUs unpack slowly.
     pub fn kernel(&self, which: Kernel) -> PathBuf {
         self.folder.join(which.parts()[0]).join("vmlinux")
     }
@@ -95,22 +93,22 @@ impl Guest {
         self.folder.join(of.parts()[1]).join("cpio")
     }
 
-    /// The initramfs as a tree, from which an image to boot from can be made.
+    /// The initramfs as a tree, for bootable images.
     pub fn root_tree(&self) -> PathBuf {
         self.folder.join("initramfs/tree")
     }
 
-    /// Builds a C program that uses libblkio, with the compiler that Rust links with.
+    /// Builds a C program that uses libblkio, with Rust's linker driver.
     pub fn build_with_libblkio(&self, source: &Path, program: &Path) -> Result<()> {
         let mut cc = Command::new("cc");
         cc.args(["-std=gnu11", "-O1", "-Wall", "-I"]).arg(self.folder.join("libblkio/usr/include")).arg(source);
-        // It is linked with this machine's C library, which may lack what libblkio will find in its own.
+        // Linked with this machine's C library, which may lack symbols that libblkio finds in its own.
         cc.arg(self.libraries_of_qemu().join("libblkio.so.1")).arg("-Wl,--allow-shlib-undefined");
         succeed("the C compiler", cc.arg("-o").arg(program), COMPILER_LIMIT)?;
         Ok(())
     }
 
-    /// A program built by that, ready to take arguments: libblkio needs the C library of its own release.
+    /// A program built by that, as a command without arguments: libblkio needs the C library of its release.
     pub fn command_with_libblkio(&self, program: &Path) -> Command {
         let mut command = Command::new(self.folder.join("qemu/usr/lib64/ld-linux-x86-64.so.2"));
         command.arg("--library-path").arg(self.libraries_of_qemu()).arg(program);
@@ -131,7 +129,7 @@ impl Guest {
     }
 }
 
-/// Where the guest lives: `$BLKYARD_GUEST`, or a folder of its own in the user's cache.
+/// Folder of the guest: `$BLKYARD_GUEST`, or a folder in the user's cache.
 fn folder() -> Result<PathBuf> {
     let set = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     let chosen = match (set("BLKYARD_GUEST"), set("XDG_CACHE_HOME"), set("HOME")) {
@@ -143,7 +141,7 @@ fn folder() -> Result<PathBuf> {
     std::path::absolute(&chosen).with_context(|| format!("cannot tell where {} is", chosen.display()))
 }
 
-/// Builds what is missing, in order; holds the folder's lock while it lives.
+/// Builds missing parts in order; holds the folder's lock.
 struct Builder<'a> {
     folder: &'a Path,
     userland: OnceCell<Suite>,
@@ -189,13 +187,13 @@ impl<'a> Builder<'a> {
             made |= self.part(initramfs, &recipe, |new| initramfs::build(self.folder, kernel, new))?;
         }
         if made {
-            // Half the size, and of no use once everything is unpacked.
+            // Half of the size, and not needed after unpacking.
             remove(&self.folder.join("apt"))?;
         }
         Ok(())
     }
 
-    /// Makes the part `name` unless its stamp says that this very recipe made it already.
+    /// Builds the part `name` unless its stamp has this recipe.
     fn part(&self, name: &str, recipe: &str, make: impl FnOnce(&Path) -> Result<()>) -> Result<bool> {
         let stamp = self.folder.join("stamps").join(name);
         let place = self.folder.join(name);
@@ -209,12 +207,11 @@ impl<'a> Builder<'a> {
         fs::create_dir(&new).with_context(|| format!("cannot make {}", new.display()))?;
         make(&new)
             .with_context(|| format!("cannot make the test guest's part '{name}' in {}", self.folder.display()))?;
-        // The old stamp goes first and the new one comes last, so that at no moment a stamp stands
-        // beside something it does not describe.
+        // The old stamp is removed first and the new one written last, so a stamp never describes another content.
         remove(&stamp)?;
         remove(&place)?;
         fs::rename(&new, &place).with_context(|| format!("cannot move {} into place", new.display()))?;
-        // A machine that stops here may keep the stamp and lose what it stands for, unless that is on the disk first.
+        // Synced, since after a crash the stamp could otherwise survive without its content.
         let whole = File::open(&place).with_context(|| format!("cannot open {}", place.display()))?;
         rustix::fs::syncfs(&whole).with_context(|| format!("cannot write {} out", place.display()))?;
         let stamp_new = self.folder.join(format!("stamps/{name}.new"));
@@ -224,7 +221,7 @@ impl<'a> Builder<'a> {
         Ok(true)
     }
 
-    /// Which packages a part was made of, with their versions.
+    /// Packages of a part, with their versions.
     fn folder_contents(&self, part: &str) -> Result<String> {
         let path = self.folder.join(part).join(parts::CONTENTS);
         fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))

@@ -1,7 +1,7 @@
 //! Packages unpacked side by side, and small scripts that run programs from there.
 //!
-//! A program from one release does not find its libraries on another, so each is started by the
-//! dynamic loader of its own tree with the library path of that tree. Does not know apt: see `apt`.
+//! A program of one release does not find its libraries on another, so each is started by the dynamic loader of its own
+//! tree with that tree's library path. Packages are downloaded in `apt`.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -15,17 +15,17 @@ use super::apt::Suite;
 use super::remove;
 use crate::process::succeed;
 
-/// What the guest is made of, and what the host needs to put it together and to look at its disks.
+/// Packages for the guest, and for building it and checking its disks on the host.
 const USERLAND: &[&str] =
     &["busybox-static", "cpio", "e2fsprogs", "fio", "kmod", "libgcc-s1", "util-linux", "xz-utils", "zstd"];
 
 /// The emulator, its tools, and the block drivers that libblkio brings to them.
 const QEMU: &[&str] = &["qemu-system-x86", "qemu-utils", "qemu-block-extra"];
 
-/// What a program of ours needs to be built with libblkio, which is among what QEMU's packages bring.
+/// Packages needed to build programs with libblkio, which comes with QEMU's packages.
 const LIBBLKIO: &str = "libblkio-dev";
 
-/// The programs offered to the host: where they lie, and the arguments they always need there.
+/// Programs for the host: their paths and fixed arguments.
 const PROGRAMS: &[(&str, &str, &str)] = &[
     ("userland", "usr/bin/cpio", ""),
     ("userland", "usr/bin/fio", ""),
@@ -41,12 +41,12 @@ const PROGRAMS: &[(&str, &str, &str)] = &[
     ("qemu", "usr/bin/qemu-system-x86_64", "-L \"$root/usr/share/qemu\" -L \"$root/usr/share/seabios\""),
 ];
 
-/// Where a part lists the packages it was made of.
+/// File in a part with the list of its packages.
 pub const CONTENTS: &str = "packages";
-/// Where Debian keeps libraries.
+/// Library folder of Debian.
 pub const LIBRARIES: &str = "usr/lib/x86_64-linux-gnu";
 
-/// fio and QEMU's tools can speak to Ceph, whose libraries find each other by a path outside our trees.
+/// fio and QEMU's tools support Ceph, whose libraries find each other by a path outside these trees.
 pub const LIBRARIES_OF_CEPH: &str = "usr/lib/x86_64-linux-gnu/ceph";
 
 const UNPACK_LIMIT: Duration = Duration::from_mins(5);
@@ -59,7 +59,7 @@ pub fn qemu_recipe() -> String {
     format!("{} {}\n", super::QEMU_SUITE, QEMU.join(" "))
 }
 
-/// The library itself lies in `qemu`, of which `contents` tells the versions, and this has to go with it.
+/// The library itself is in `qemu`, whose versions are in `contents`, and must match this package.
 pub fn libblkio_recipe(contents: &str) -> String {
     let library = contents.lines().find(|package| package.starts_with("libblkio")).unwrap_or_default();
     format!("{} {LIBBLKIO} for {library}\n", super::QEMU_SUITE)
@@ -90,9 +90,9 @@ fn packages(suite: &Suite, names: &[&str], new: &Path) -> Result<()> {
     remove(&archives)
 }
 
-/// Unpacks packages into `root`, and notes their names there.
+/// Unpacks packages into `root`, and records their names there.
 pub fn unpack(debs: &[PathBuf], root: &Path) -> Result<()> {
-    // On Debian these are links into /usr; made first, so that packages which still say /lib land there.
+    // On Debian these are links into /usr; made first, so that packages with /lib paths follow them.
     for folder in ["bin", "sbin", "lib", "lib64"] {
         fs::create_dir_all(root.join("usr").join(folder))?;
         symlink(format!("usr/{folder}"), root.join(folder))
@@ -113,7 +113,7 @@ pub fn unpack(debs: &[PathBuf], root: &Path) -> Result<()> {
     fs::write(root.join(CONTENTS), contents).with_context(|| format!("cannot write into {}", root.display()))
 }
 
-/// Writes the scripts that run programs of the parts; they find the parts beside their own folder.
+/// Writes the scripts that run programs of the parts; they find the parts relative to their own folder.
 pub fn programs(guest: &Path, new: &Path) -> Result<()> {
     for (part, path, arguments) in PROGRAMS {
         let program = guest.join(part).join(path);

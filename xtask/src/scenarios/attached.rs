@@ -1,6 +1,6 @@
-//! blkyard as the client: disks of other servers, attached by `bench` and by `serve`.
+//! blkyard as the client: disks of other servers, used by `bench` and by `serve`.
 //!
-//! Data is written with checksums and read back; if a file is behind it, the host's view of that is the judge.
+//! Data is written with checksums and read back; if the disk is a file, its content is checked on the host as well.
 
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -49,10 +49,10 @@ pub const SCENARIOS: &[Scenario] = &[
     },
 ];
 
-/// The formats of rings, in the words of a device's name.
+/// Ring formats, as options of a device.
 const SPLIT: &str = "packed=off";
 const PACKED: &str = "packed=on";
-/// Ways for jobs to use two queues.
+/// Ways to distribute jobs over two queues.
 const WAYS: [&[&str]; 4] = [
     &["--numjobs", "1", "--iodepth", "1"],
     &["--numjobs", "2", "--iodepth", "32", "--fsync", "64"],
@@ -60,8 +60,7 @@ const WAYS: [&[&str]; 4] = [
     &["--numjobs", "2", "--iodepth", "8", "--queues", "1", "--poll_queues", "1", "--hipri"],
 ];
 
-/// `bench` on a disk that is served at the export's socket: random writes of blocks with checksums, read back in the
-/// end.
+/// `bench` on the disk at the export's socket: random writes of blocks with checksums, read back at the end.
 fn bench(ground: &ScenarioContext, export: &Export, rings: &str, options: &[&str]) -> Result<Command> {
     let mut command = ground.program.command()?;
     command.arg("bench").arg(format!("vhost-user:{}?{rings}", export.socket.display()));
@@ -91,7 +90,7 @@ fn verify(ground: &ScenarioContext) -> Result<()> {
     Ok(())
 }
 
-/// A disk that qemu-storage-daemon serves by so many queues.
+/// A disk served by qemu-storage-daemon with this number of queues.
 fn foreign_server(ground: &ScenarioContext, export: &Export) -> Result<ReadyServer> {
     let program = Program::Foreign(ground.guest.program("qemu-storage-daemon"));
     ReadyServer::start(&program, std::slice::from_ref(export), &ground.log)
@@ -143,7 +142,7 @@ fn killed(ground: &ScenarioContext) -> Result<()> {
     let export = ground.export(OfferedDevice::File(image.path.clone()), "disk.sock", 2);
     for rings in [SPLIT, PACKED] {
         let left = under_load(ground, &export, rings, || ground.serve(std::slice::from_ref(&export)))?;
-        // Or nothing was in flight in the account of any daemon, and all was done again instead.
+        // Otherwise no daemon found requests in flight, and all were submitted anew.
         ensure!(left > 0, "with {rings} no daemon went on from what the one before had in flight");
     }
     Ok(())
@@ -153,22 +152,22 @@ fn foreign_killed(ground: &ScenarioContext) -> Result<()> {
     let image = ground.image("disk.img", 256 * MIB)?;
     let export = ground.export(OfferedDevice::File(image.path.clone()), "disk.sock", 2);
     under_load(ground, &export, SPLIT, || {
-        // It does not replace what one that was killed has left behind.
+        // qemu-storage-daemon does not replace the socket of a killed process.
         let _ = std::fs::remove_file(&export.socket);
         foreign_server(ground, &export)
     })?;
     Ok(())
 }
 
-/// Kills and starts a back-end while `bench` writes to its disk, over and over. Returns how many requests back-ends say
-/// they found in flight.
+/// Kills and restarts a back-end repeatedly while `bench` writes to its disk. Returns the number of requests that
+/// back-ends report as found in flight.
 fn under_load(
     ground: &ScenarioContext,
     export: &Export,
     rings: &str,
     start: impl Fn() -> Result<ReadyServer>,
 ) -> Result<u64> {
-    /// How long it lives in between, unless that is longer than all of the load takes.
+    /// Life time of a back-end, shortened if the whole load takes less.
     const LIFE: Duration = Duration::from_millis(150);
     let (times, mut life) = (crash::kills(10)?, LIFE);
     let mut server = start()?;

@@ -1,7 +1,7 @@
-//! Clients of libblkio with several queues: a C program of our own, and QEMU's tools, which use one queue of however
-//! many.
+//! Clients of libblkio with several queues: a C program of this project, and QEMU's tools, which use one queue of any
+//! number.
 //!
-//! The program compares what it reads itself (see `blkio-client.c`); here the image is looked at.
+//! The program itself compares its reads (see `blkio-client.c`); the image is checked here.
 
 use std::fs;
 
@@ -31,7 +31,7 @@ pub const SCENARIOS: &[Scenario] = &[
 const QUEUES: [u16; 3] = [1, 2, 4];
 const DISK: u64 = 16 * MIB;
 
-/// Makes an image and an export with so many queues.
+/// Makes an image and an export with this number of queues.
 fn disk(ground: &ScenarioContext, name: &str, queues: u16) -> Result<(Image, Export)> {
     let image = ground.image(&format!("{name}{queues}.img"), DISK)?;
     let export = ground.export(OfferedDevice::File(image.path.clone()), &format!("{name}{queues}.sock"), queues);
@@ -43,7 +43,7 @@ fn program(ground: &ScenarioContext) -> Result<()> {
     fs::write(&source, include_str!("blkio-client.c")).with_context(|| format!("cannot write {}", source.display()))?;
     let program = ground.path("client");
     ground.guest.build_with_libblkio(&source, &program)?;
-    // For each a disk of its own, since all write the same.
+    // A separate disk for each run, since all write the same data.
     for mode in ["event", "poll"] {
         for queues in QUEUES {
             let about = || format!("with {queues} queues, mode {mode}");
@@ -60,8 +60,7 @@ fn program(ground: &ScenarioContext) -> Result<()> {
     Ok(())
 }
 
-/// Checks what the program has left: 4 MiB of numbered blocks, of which the second MiB was discarded and the third
-/// zeroed.
+/// Checks the result of the program: 4 MiB of numbered blocks, the second MiB discarded and the third zeroed.
 fn check_image(image: &Image) -> Result<()> {
     const BLOCK: u64 = 4 * KIB;
     for block in (0..MIB / BLOCK).chain(3 * MIB / BLOCK..4 * MIB / BLOCK) {

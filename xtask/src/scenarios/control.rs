@@ -1,6 +1,6 @@
 //! The control socket of a running daemon: `inspect` and `set`.
 //!
-//! `inspect` and `set` are run as a user runs them; their JSON is read as a user's program would.
+//! Both are run like by a user; their JSON is parsed like by a user's program.
 
 use std::path::Path;
 use std::process::Command;
@@ -82,7 +82,7 @@ pub(super) fn serve(ground: &ScenarioContext, exports: &[Export]) -> Result<Read
     ReadyServer::start_command(&command, &sockets, &ground.log)
 }
 
-/// A command of ours at the control socket of that daemon.
+/// Runs blkyard with this command at the control socket of that daemon.
 fn ask(ground: &ScenarioContext, words: &[&str]) -> Result<Ended> {
     let mut command = ground.program.command()?;
     command.arg(words[0]).arg("--control").arg(ground.path("control.sock")).args(&words[1..]);
@@ -100,7 +100,7 @@ pub(super) fn tree(ground: &ScenarioContext) -> Result<Value> {
     serde_json::from_str(&text).with_context(|| format!("the tree is not JSON:\n{text}"))
 }
 
-/// The tree once it is as it should be.
+/// Waits until the tree satisfies a condition.
 pub(super) fn tree_when(ground: &ScenarioContext, what: &str, ready: impl Fn(&Value) -> bool) -> Result<Value> {
     let begin = Instant::now();
     loop {
@@ -113,13 +113,13 @@ pub(super) fn tree_when(ground: &ScenarioContext, what: &str, ready: impl Fn(&Va
     }
 }
 
-/// Whether the owner of every queue has answered: a lane that does not get the CPU may be late.
+/// Whether the owner of every queue has answered: a lane without CPU time may be late.
 pub(super) fn all_answered(tree: &Value) -> bool {
     let exports = tree["exports"].as_array().into_iter().flatten();
     exports.filter_map(|export| export["queues"].as_array()).flatten().all(|queue| !queue["now"].is_null())
 }
 
-/// Sets the number of lanes; again while a queue is not drained within the time limit of `set`.
+/// Sets the number of lanes; retries while a queue does not drain within the time limit of `set`.
 fn set_lanes(ground: &ScenarioContext, lanes: usize) -> Result<String> {
     let begin = Instant::now();
     loop {
@@ -191,7 +191,7 @@ fn inspect(ground: &ScenarioContext) -> Result<()> {
         "tag 0",
         "+8, in flight for",
     ];
-    // Between two lots of the client there are fewer in flight.
+    // Between two batches of the client, fewer requests are in flight.
     let begin = Instant::now();
     let mut text = succeed(ground, &["inspect"])?;
     while !words.iter().all(|word| text.contains(word)) && begin.elapsed() < CLIENT_LIMIT {
@@ -255,7 +255,7 @@ fn socket(ground: &ScenarioContext) -> Result<()> {
     ])?;
     ensure!(refused.contains(&path) && refused.contains("listening"), "a socket in use was not refused so: {refused}");
 
-    // One is killed, and its rest has no effect; its path can be reused.
+    // The first is killed, and its unfinished command has no effect; its path can be reused.
     second.kill();
     let left = inspect(&["--control", &path, "daemon"])?;
     ensure!(left.status.success(), "{}", left.said());
@@ -269,7 +269,7 @@ fn socket(ground: &ScenarioContext) -> Result<()> {
     Ok(())
 }
 
-/// What `set` says to a change that it must refuse: one of each group of words.
+/// Checks that `set` refuses a change, with one word of each group in its error.
 pub(super) fn refused(ground: &ScenarioContext, words: &[&str], explained: &[&str]) -> Result<()> {
     let ended = ask(ground, words)?;
     ensure!(!ended.status.success(), "blkyard {words:?} should have been refused: {}", ended.said());
@@ -295,7 +295,7 @@ fn size(ground: &ScenarioContext) -> Result<()> {
     ground.qemu_io(&file.socket, &["write -P 0x61 15M 1M".into()])?;
     image.check_pattern(15 * MIB, MIB, 0x61)?;
 
-    // Another program grows it: nothing changes before `set`.
+    // After another program has grown the file, the size is unchanged until `set`.
     std::fs::File::options().write(true).open(&image.path)?.set_len(24 * MIB)?;
     ensure!(served(0)? == 16 * MIB, "the size changed by itself");
     succeed(ground, &["set", "device:0", "size=probe"])?;
@@ -385,18 +385,18 @@ fn lanes(ground: &ScenarioContext) -> Result<()> {
             all_write_on(ground)?;
             let said = succeed(ground, &["set", "daemon", &format!("spin_us={SPIN_US}")])?;
             ensure!(said.contains(&format!("for {SPIN_US} us before they sleep")), "set says: {said}");
-            // Each queue begins one lane after that of the export before.
+            // The queues of each export start one lane after those of the previous export.
             for (lanes, places) in [(1, [0, 0, 0]), (3, [0, 1, 2]), (2, [0, 1, 0])] {
                 let said = set_lanes(ground, lanes)?;
                 ensure!(said.contains(&format!("before, {lanes} now")), "set says: {said}");
                 let tree = tree(ground)?;
                 check_places(&tree, lanes, &places)?;
-                // Those that were there and those that are new.
+                // Existing lanes and new ones.
                 let spins = tree["lanes"].as_array().into_iter().flatten().all(|lane| lane["spin_us"] == SPIN_US);
                 ensure!(spins, "lanes do not spin as they were told:\n{tree:#}");
                 all_write_on(ground)?;
             }
-            // Twice the image, so that all of it has been written at least once.
+            // Twice the image size, so that each block was written at least once.
             tree_when(ground, "a whole lap of the client", |tree| {
                 tree.pointer("/exports/1/queues/0/ops/write/bytes").and_then(Value::as_u64) >= Some(8 * MIB)
             })?;
@@ -411,7 +411,7 @@ fn lanes(ground: &ScenarioContext) -> Result<()> {
     ensure!(sum(&after, "/ops/write/errors") + sum(&after, "/ops/read/errors") == 0, "requests failed:\n{after:#}");
     drop(bench);
     tree_when(ground, "the client's end", |tree| tree["exports"][1]["session"].is_null())?;
-    // The client begins anew before the last block.
+    // The client wraps around before the last block.
     filled.check_pattern(0, 4 * MIB - 4096, BYTE)?;
     server.stop()?;
     Ok(())
@@ -422,7 +422,7 @@ fn scheduler(ground: &ScenarioContext) -> Result<()> {
     let image = ground.image("disk.img", 4 * MIB)?;
     let export = ground.export(OfferedDevice::File(image.path.clone()), "disk.sock", 1);
     let server = serve(ground, std::slice::from_ref(&export))?;
-    // Few tags, so that bios wait.
+    // A small number of tags, so that bios wait.
     succeed(ground, &["set", "device:0", "depth=2"])?;
     let pattern = format!("--pattern={BYTE}");
     let options = ["-w", &pattern, "-c", "100000000", "-d", "16", "-s", "4k"];
@@ -460,13 +460,13 @@ fn scheduler(ground: &ScenarioContext) -> Result<()> {
     refused(ground, &["set", "device:0", "scheduler=cfq"], &["device:0", "cfq", "deadline"])?;
     drop(bench);
     tree_when(ground, "the client's end", |tree| tree["exports"][0]["session"].is_null())?;
-    // The client begins anew before the last block.
+    // The client wraps around before the last block.
     image.check_pattern(0, 4 * MIB - 4096, BYTE)?;
     server.stop()?;
     Ok(())
 }
 
-/// Writes and reads back at a socket until it is enough: each time other bytes, each time as another front-end.
+/// Writes and reads back at a socket until stopped, each time with other bytes and as another front-end.
 fn check_until(ground: &ScenarioContext, socket: &Path, enough: &AtomicBool) -> Result<()> {
     for round in 0_u32.. {
         if enough.load(Relaxed) {
@@ -489,7 +489,7 @@ fn all_write_on(ground: &ScenarioContext) -> Result<()> {
     Ok(())
 }
 
-/// Checks that so many lanes run, and that the first queue of each export is shown on its lane, from both sides.
+/// Checks the number of running lanes, and the lane of each export's first queue from both sides.
 fn check_places(tree: &Value, lanes: usize, places: &[usize]) -> Result<()> {
     let running = tree["lanes"].as_array().context("no lanes")?;
     ensure!(running.len() == lanes, "{} lanes are shown, not {lanes}:\n{tree:#}", running.len());
@@ -568,8 +568,8 @@ fn guest_grows(ground: &ScenarioContext) -> Result<()> {
         test $(cat /tmp/rounds) -gt 0 && echo done";
     let mut machine = Vm::new(ground.guest, 2).disk(&export.socket, 2).start(task)?;
     machine.wait_for_output(|output| output.contains('\n'))?;
-    // A guest that is emulated on a busy machine may need longer for what is in flight than `set` waits; the change
-    // comes all the same.
+    // An emulated guest on a busy machine may need longer to complete its requests than `set` waits; the change is made
+    // in any case.
     let set = ask(ground, &["set", "device:0", "size=32M"])?;
     let late = set.stderr.contains("the change is made once it has");
     ensure!(late || set.stdout.contains("its front-end was notified"), "set says: {}", set.said());

@@ -1,6 +1,6 @@
-//! Daemons that are killed in the middle of a guest's writes, and their successors.
+//! Daemons killed during a guest's writes, and their successors.
 //!
-//! The guest is not told. Its QEMU connects to the next daemon, with the record of the requests in flight.
+//! The guest is not notified. Its QEMU connects to the next daemon and passes the in-flight records.
 
 use std::fs::File;
 use std::path::PathBuf;
@@ -38,10 +38,10 @@ pub const SCENARIOS: &[Scenario] = &[
     },
 ];
 
-/// Life of a daemon after the guest's QEMU has connected.
+/// Life time of a daemon after the guest's QEMU has connected.
 const LIFE: Duration = Duration::from_millis(150);
 
-/// How often daemons are killed in one scenario: so often, or as often as `BLKYARD_TEST_KILLS` says.
+/// Number of kills in a scenario: this number, or the value of `BLKYARD_TEST_KILLS`.
 pub(super) fn kills(usually: usize) -> Result<usize> {
     match std::env::var("BLKYARD_TEST_KILLS") {
         Ok(kills) => {
@@ -54,24 +54,24 @@ pub(super) fn kills(usually: usize) -> Result<usize> {
 /// Reconnection interval of QEMU.
 const RECONNECT_MS: u32 = 20;
 
-/// Where a guest that writes on and on looks whether it may end, and what it finds there then: beyond all it writes.
+/// Offset of the block that stops a writing guest, beyond its writes, and the content that stops it.
 pub(super) const END_AT: u64 = 60 * MIB;
 pub(super) const END: &str = "end";
 
-/// What a queue says that begins with requests of a daemon that died.
+/// Log text of a queue that starts with requests of a killed daemon.
 const LEFT: &str = "requests of the previous session are submitted again";
 
-/// How many requests daemons found in flight when they began.
+/// Number of requests that daemons found in flight at their start.
 pub(super) fn left(said: &str) -> u64 {
     let counts = said.lines().filter(|line| line.contains(LEFT));
     counts.filter_map(|line| line.split(LEFT).next()?.split_whitespace().next_back()?.parse::<u64>().ok()).sum()
 }
 
-/// What a server says when a guest's QEMU has come to it.
+/// Log text of a server when the guest's QEMU has connected.
 const CAME: &str = "a front-end connected";
 
-/// A load of 32 MiB on an image of twice that, over and over until [`end_load`]: every block once, as fast as the guest
-/// can, then all of them read. However quick the machine, it is not through with it before it is told.
+/// A load of 32 MiB on an image of twice the size, repeated until [`end_load`]: it writes every block once at full
+/// speed, then reads all. On a fast machine, too, it runs until it is stopped.
 pub(super) fn load() -> String {
     format!(
         "modprobe virtio_blk
@@ -86,7 +86,7 @@ pub(super) fn load() -> String {
     )
 }
 
-/// Tells a guest with such a load to end, and checks that all it wrote was verified and is in the image.
+/// Stops such a load, and checks that all written data was verified and is in the image.
 pub(super) fn end_load(machine: Machine, image: &Image) -> Result<()> {
     image.write(END_AT, END.as_bytes())?;
     let output = machine.wait()?.success()?;
@@ -103,7 +103,7 @@ fn guest_fio(ground: &ScenarioContext, packed: bool) -> Result<()> {
     let mut machine = if packed { vm.packed() } else { vm }.start(&load())?;
     wait_for_writes(&mut machine, &image)?;
     let (mut done, mut found, mut amid) = (0, 0, 0);
-    // Now and then a daemon dies between two requests; not all of so many.
+    // A daemon may be killed between two requests, but not in all cases.
     while done < kills || found == 0 && done < 2 * kills {
         let case = || format!("after {done} kills");
         machine.wait_until(|| Ok(server.said()?.contains(CAME))).with_context(case)?;
@@ -127,17 +127,17 @@ pub(super) fn wait_for_writes(machine: &mut Machine, image: &Image) -> Result<()
     machine.wait_until(|| Ok(image.allocated()? > 0))
 }
 
-/// Lets the guest go on for a while.
+/// Lets the guest run for a while.
 pub(super) fn go_on(machine: &mut Machine) -> Result<()> {
     let until = Instant::now() + LIFE;
     machine.wait_until(|| Ok(Instant::now() >= until))
 }
 
-/// Blocks that the guest writes at one time, so far from each other that no two become one request.
+/// Number of blocks written concurrently by the guest, too far apart to be merged.
 const BLOCKS: u64 = 8;
 const APART: u64 = 64 * KIB;
 const BYTE: u8 = 0x5a;
-/// How often the slow disk does a write.
+/// Interval of the slow disk's writes.
 const WRITE_EVERY: Duration = Duration::from_secs(1);
 
 fn slow_disk(ground: &ScenarioContext) -> Result<()> {
@@ -157,7 +157,7 @@ fn slow_disk(ground: &ScenarioContext) -> Result<()> {
     let mut machine =
         Vm::new(ground.guest, 2).disk(&export.socket, 1).reconnects_every_ms(RECONNECT_MS).start(&task)?;
     let landed = || (0..BLOCKS).try_fold(0, |sum, block| Ok(sum + u64::from(image.holds(block * APART, BYTE)?)));
-    // By the time of the second all have been sent.
+    // Once the second has arrived, all have been submitted.
     machine.wait_until(|| landed().map(|landed| landed >= 2))?;
     server.kill();
     let (died, on_disk) = (Instant::now(), landed()?);
@@ -166,7 +166,8 @@ fn slow_disk(ground: &ScenarioContext) -> Result<()> {
     let (waited, on_disk_then) = (died.elapsed(), landed()?);
     let said = server.said()?;
     ensure!(said.contains("waiting for its lock"), "the second daemon does not say what it waits for:\n{said}");
-    // It serves only now, and the disk takes a second for whatever comes next: so these are the first daemon's.
+    // The daemon serves only now, and the disk takes a second for the next request, so these are the first daemon's
+    // writes.
     ensure!(on_disk_then == BLOCKS, "{on_disk_then} of {BLOCKS} blocks are on the disk when the second daemon serves");
     let least = WRITE_EVERY.mul_f64((BLOCKS - on_disk - 1) as f64 * 0.9);
     ensure!(waited >= least, "the second daemon served after {waited:?}, the first one's writes took {least:?}");
@@ -179,8 +180,8 @@ fn slow_disk(ground: &ScenarioContext) -> Result<()> {
     (0..BLOCKS).try_for_each(|block| image.check_pattern(block * APART, 4 * KIB, BYTE))
 }
 
-/// A disk that does one write a second, whatever becomes of who asked for it: a loop device, which has threads of the
-/// kernel, on a file of a foreign FUSE server, qemu-storage-daemon.
+/// A disk that completes one write per second, even after its user was killed: a loop device, which has kernel threads,
+/// on a file of a foreign FUSE server, qemu-storage-daemon.
 struct SlowDisk {
     server: Running,
     device: PathBuf,
@@ -195,7 +196,7 @@ impl SlowDisk {
         command.args(["--blockdev", &format!("driver=file,filename={},node-name=image", image.path.display())]);
         command.args(["--blockdev", "driver=throttle,throttle-group=slow,file=image,node-name=disk"]);
         command.args(["--export", &format!("fuse,id=slow,node-name=disk,mountpoint={},writable=on", file.display())]);
-        // Undone from here on when it is dropped.
+        // From here on, the drop cleans up.
         let mut slow = SlowDisk { server: Running::start("the slow disk", &command)?, device: PathBuf::new() };
         let bytes = image.path.metadata()?.len();
         if !slow.server.wait_until(CLIENT_LIMIT, |_| Ok(file.metadata()?.len() == bytes))? {
@@ -218,7 +219,7 @@ impl Drop for SlowDisk {
         if self.device.as_os_str() != "" {
             let _ = process::run("losetup", Command::new("losetup").arg("--detach").arg(&self.device), CLIENT_LIMIT);
         }
-        // Asked, it takes its mount along.
+        // On SIGTERM, the server removes its mount.
         let _ = self.server.ask_to_end();
         let _ = self.server.wait_until(STOP_LIMIT, |_| Ok(false));
     }

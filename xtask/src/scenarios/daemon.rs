@@ -1,4 +1,4 @@
-//! Life of the daemon: its devices, its idle cost, clients that die, and its end.
+//! Life cycle of the daemon: its devices, idle cost, killed clients, and end.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -129,10 +129,10 @@ fn sigterm(ground: &ScenarioContext) -> Result<()> {
     let started = client.wait_until(CLIENT_LIMIT, |_| image.holds(8 * MIB, 0x5e))?;
     ensure!(started, "the client ended too early: {}", client.stderr()?);
     server.stop()?;
-    // A client of libblkio does not notice the end of its server; it may wait for completions without end.
+    // A client of libblkio does not detect the end of its server, and may wait without end.
     drop(client);
     image.check_pattern(0, 4 * MIB, 0x5e)?;
-    // Its lock is gone with it.
+    // Its lock was released with it.
     ground.serve(std::slice::from_ref(&export))?.stop()?;
     Ok(())
 }
@@ -143,7 +143,7 @@ fn second_client(ground: &ScenarioContext) -> Result<()> {
     let mut first =
         ground.start_qemu_bench(&export.socket, &["-w", "--pattern=0x28", "-c", "30000", "-d", "8", "-s", "1k"])?;
     first.wait_until(CLIENT_LIMIT, |_| Ok(server::has_client(&export.socket)))?;
-    // It is served when the first has ended, and then finds a disk in order.
+    // It is served after the first has ended, and the disk is consistent then.
     ground.qemu_io(&export.socket, &["read -P 0x29 31M 4k".into()]).context("the second client")?;
     let first = first.wait(CLIENT_LIMIT)?;
     ensure!(first.status.success(), "the first client failed:\n{}", process::tail(&first.said(), 10));
@@ -177,8 +177,8 @@ fn stats(ground: &ScenarioContext) -> Result<()> {
     command.args(["--stats", "1"]);
     let mut server = ReadyServer::start_command(&command, std::slice::from_ref(&export.socket), &ground.log)?;
     ground.qemu_io(&export.socket, &["write 0 1M".into()])?;
-    // While nothing happens a line comes each second: from anywhere between two to the fourth after it are 3 to 4 s. A
-    // busy machine may make that longer, and so they are tried for several times; nothing makes it shorter.
+    // An idle daemon prints one line per second: the interval from the second to the fourth line is 3 to 4 s. A busy
+    // machine may lengthen it, so the check is repeated; it is never shorter.
     let mut took = Vec::new();
     while took.len() < 10 {
         let lines =
@@ -212,7 +212,7 @@ fn bare_serve(ground: &ScenarioContext) -> Result<()> {
     ground.qemu_io(&socket, &["write -P 0x42 0 64k".into(), "read -P 0x42 0 64k".into()])?;
     image.check_pattern(0, 64 * KIB, 0x42)?;
     server.stop()?;
-    // A second run finds the image and keeps it.
+    // The second run keeps the existing image.
     ReadyServer::start_command(&command, &[socket], &ground.log)?.stop()?;
     image.check_pattern(0, 64 * KIB, 0x42)
 }

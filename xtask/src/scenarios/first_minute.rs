@@ -1,4 +1,4 @@
-//! The QEMU command that `serve` prints, pasted unchanged, as a new user would.
+//! The QEMU command printed by `serve`, pasted unchanged, like by a new user.
 
 use std::path::Path;
 use std::process::Command;
@@ -45,13 +45,13 @@ pub const SCENARIOS: &[Scenario] = &[
     },
 ];
 
-/// What a shell and QEMU's lists of options make something else of.
+/// Characters that are special to a shell and to QEMU's option parser.
 const FOLDER: &str = "it's a folder, with $HOME";
 
-/// How long QEMU and a daemon may take on a busy machine.
+/// Time limit for QEMU and a daemon on a busy machine.
 const LIMIT: Duration = Duration::from_mins(5);
 
-/// The one line of what serve says that starts QEMU.
+/// The line of serve's output that starts QEMU.
 fn printed_line(said: &str) -> Result<&str> {
     let mut lines = said.lines().map(str::trim_start).filter(|line| line.starts_with("qemu-system-x86_64 "));
     let line = lines.next().with_context(|| format!("serve prints no QEMU command:\n{said}"))?;
@@ -59,7 +59,7 @@ fn printed_line(said: &str) -> Result<&str> {
     Ok(line)
 }
 
-/// The daemon, with two images in a folder of an awkward name, on sockets by relative paths.
+/// The daemon, with two images in a folder with a difficult name, on sockets with relative paths.
 struct Awkward {
     command: Command,
     sockets: [std::path::PathBuf; 2],
@@ -114,12 +114,12 @@ fn many_exports(ground: &ScenarioContext) -> Result<()> {
     Ok(())
 }
 
-/// Queues of each disk that a QEMU has which is started by this line.
+/// Queues of each disk in a QEMU started by this line.
 fn attached_queues(ground: &ScenarioContext, line: &str) -> Result<Vec<serde_json::Value>> {
     let monitor = ground.path("monitor");
     let mut qemu =
         paste(ground, &format!("{line} -S -display none -qmp unix:{},server=on,wait=off", monitor.display()))?;
-    // It listens before its devices are there, and answers afterwards.
+    // QEMU listens before its devices exist, and answers afterwards.
     let listens = qemu.wait_until(LIMIT, |_| Ok(monitor.exists()))?;
     ensure!(listens, "QEMU ended: {}", qemu.stderr()?);
     let mut monitor = Monitor::connect(&monitor)?;
@@ -138,10 +138,10 @@ fn attached_queues(ground: &ScenarioContext, line: &str) -> Result<Vec<serde_jso
     Ok(queues)
 }
 
-/// Runs a line as a shell does, with the test guest's QEMU.
+/// Runs a line in a shell, with the test guest's QEMU.
 fn paste(ground: &ScenarioContext, line: &str) -> Result<Running> {
     let mut shell = Command::new("sh");
-    // In the shell's place: a run that is ended ends QEMU, too.
+    // `exec` replaces the shell, so killing it ends QEMU, too.
     shell.args(["-c", &format!("exec {line}")]).env("PATH", ground.guest.search_path());
     Running::start("QEMU", &shell)
 }
@@ -149,7 +149,7 @@ fn paste(ground: &ScenarioContext, line: &str) -> Result<Running> {
 fn mistakes(ground: &ScenarioContext) -> Result<()> {
     let (_, _, mut server) = ground.serve_image(MIB, 2)?;
     let line = printed_line(&server.said()?)?.to_owned();
-    // No boot is needed: the firmware looks at the disk.
+    // No boot is needed: the firmware reads the disk.
     let right = format!("{line} -display none -machine accel=tcg");
     let unshared =
         right.replace(",memory-backend=mem", "").replace("-object memory-backend-memfd,id=mem,size=1G,share=on", "");
@@ -181,7 +181,7 @@ fn survives_restarts(ground: &ScenarioContext) -> Result<()> {
     let mut server = served.serve(ground)?;
     let line = printed_line(&server.said()?)?.to_owned();
     let task = format!("{}\nprintf '{MARK}' | dd of=/dev/vdb conv=sync,notrunc oflag=direct 2>/dev/null", load());
-    // KVM cannot be relied on: where it is offered and does not work, QEMU does not fall back.
+    // KVM is unreliable here: if it is present but broken, QEMU does not fall back.
     let mut machine = vm::start_command_line(ground.guest, &format!("{line} -machine accel=tcg"), &task)?;
     wait_for_writes(&mut machine, first)?;
     for is_killed in [true, false] {
@@ -201,7 +201,7 @@ fn survives_restarts(ground: &ScenarioContext) -> Result<()> {
     Ok(())
 }
 
-/// Whether a front-end has come to an export since the server started.
+/// Whether a front-end has connected to an export since the server started.
 fn came_back(said: &str, socket: &Path) -> bool {
     said.lines().any(|line| line.contains("a front-end connected") && line.contains(&socket.display().to_string()))
 }

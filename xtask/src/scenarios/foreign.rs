@@ -1,7 +1,7 @@
 //! Data written and read by qemu-io and `qemu-img bench`, which use vhost-user-blk through libblkio.
 //!
-//! The host's own view of the image is always the judge. Nothing here is about how the daemon
-//! starts, refuses or ends: see `daemon` and `refusals`.
+//! The content of the image on the host is always checked. Start, refusals and end of the daemon are in `daemon` and
+//! `refusals`.
 
 use anyhow::{Context, Result, ensure};
 
@@ -87,7 +87,7 @@ fn patterns(ground: &ScenarioContext) -> Result<()> {
     ground.qemu_io(&export.socket, &writes_then_reads)?;
     ground.qemu_io(&export.socket, &command("read")).context("after a reconnection")?;
     ground.qemu_io(&export.socket, &["read -P 0 2M 1M".into()]).context("of what nobody wrote")?;
-    // Forced unit access and a vectored write take other ways through the server.
+    // Forced unit access and vectored writes use other code paths of the server.
     let special = ["write -f -P 0x33 8M 8k", "writev -P 0x44 9M 512 4k 1k 512", "read -P 0x44 9M 6k"];
     ground.qemu_io(&export.socket, &special.map(String::from))?;
     for (offset, length, byte) in places {
@@ -112,7 +112,7 @@ fn sizes(ground: &ScenarioContext) -> Result<()> {
         commands.push(format!("write -P {byte} {offset} {size}"));
         commands.push(format!("read -P {byte} {offset} {size}"));
         expected[usize::try_from(offset)?..usize::try_from(offset + size)?].fill(byte);
-        // A gap that keeps the next one off every larger boundary.
+        // A gap that keeps the next range off larger boundaries.
         offset += size + 1536;
     }
     ensure!(offset < DISK, "the sizes do not fit on the disk");
@@ -152,7 +152,7 @@ fn zeroes(ground: &ScenarioContext) -> Result<()> {
         "read -P 0 64k 64k",
         "write -z -u 1M 1M",
         "read -P 0 1M 1M",
-        // A range that ends and begins within a block of the file system.
+        // A range that starts and ends within a block of the file system.
         "write -z 3073k 1k",
         "read -P 0 3073k 1k",
         "read -P 0x11 3074k 1k",
@@ -192,7 +192,7 @@ fn discard(ground: &ScenarioContext) -> Result<()> {
 fn depth(ground: &ScenarioContext) -> Result<()> {
     let (image, export, server) = ground.serve_image(32 * MIB, 1)?;
     ground.qemu_bench(&export.socket, &["-w", "--pattern=0x66", "-c", "8192", "-d", "64", "-s", "4k"])?;
-    // This client turns back to the start one block before the end.
+    // This client wraps around one block before the end.
     image.check_pattern(0, 32 * MIB - 4 * KIB, 0x66)?;
     ground.qemu_bench(&export.socket, &["-c", "30000", "-d", "64", "-s", "4k"])?;
     ground.qemu_bench(&export.socket, &["-w", "--pattern=0x67", "-c", "256", "-d", "64", "-s", "128k"])?;
@@ -245,7 +245,7 @@ fn read_only(ground: &ScenarioContext) -> Result<()> {
     let mut server = ground.serve(std::slice::from_ref(&export))?;
     let read = ground.try_qemu_io(&export.socket, &["read -P 0x3c 0 64k".into()], &["-r"])?;
     ensure!(read.status.success() && read.said().contains("read 65536/65536"), "cannot be read: {}", read.said());
-    // Whether the client gives up when it opens the disk or has its write refused is its own affair.
+    // The client may fail at opening the disk or at its write.
     let write = ground.try_qemu_io(&export.socket, &["write -P 0x3d 0 64k".into()], &[])?;
     ensure!(!write.said().contains("wrote 65536/65536"), "a write succeeded: {}", write.said());
     server.check_alive()?;
@@ -254,7 +254,7 @@ fn read_only(ground: &ScenarioContext) -> Result<()> {
     Ok(())
 }
 
-/// The first difference, named by its place.
+/// The first difference, with its offset.
 fn compare(found: &[u8], expected: &[u8]) -> Result<()> {
     let difference = found.iter().zip(expected).position(|(found, expected)| found != expected);
     if let Some(at) = difference {

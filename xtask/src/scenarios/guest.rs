@@ -1,7 +1,7 @@
 //! I/O of a Linux guest on its virtio disk, and the resulting content of the image on the host.
 //!
-//! Each boot takes seconds, so a boot asks several questions where they belong together. Rates in
-//! an emulated guest mean nothing and are not looked at.
+//! A boot takes seconds, so one boot checks several properties. Rates in an emulated guest are meaningless and not
+//! checked.
 
 use std::collections::BTreeMap;
 use std::process::Command;
@@ -120,7 +120,7 @@ fn queues(ground: &ScenarioContext) -> Result<()> {
     let (_image, export, server) = ground.serve_image(16 * MIB, 4)?;
     for processors in [4, 2] {
         let vm = Vm::new(ground.guest, processors).disk(&export.socket, 4);
-        // Each processor's request goes out through its own queue.
+        // The request of each CPU uses its own queue.
         let task = "set -e
             modprobe virtio_blk
             ls /sys/block/vda/mq | wc -l
@@ -138,7 +138,7 @@ fn queues(ground: &ScenarioContext) -> Result<()> {
 }
 
 fn idle(ground: &ScenarioContext) -> Result<()> {
-    // Four disks of four queues: a machine with sixteen processors takes most of a minute to boot here.
+    // Four disks of four queues: booting a machine with sixteen CPUs takes most of a minute.
     let mut exports = Vec::new();
     let mut vm = Vm::new(ground.guest, 4);
     for number in 0..4 {
@@ -191,13 +191,13 @@ fn file_system(ground: &ScenarioContext) -> Result<()> {
     let output = Vm::new(ground.guest, 2).disk(&export.socket, 2).succeed(task)?;
     let sums = parse_sums(&output);
     ensure!(sums.len() == 6, "the guest should have summed 6 files:\n{output}");
-    // First with the daemon still there: the host's view must not depend on its end.
+    // Checked while the daemon runs, too: the content on the host must not depend on its end.
     check_file_system(ground, &image, &sums)?;
     server.stop()?;
     check_file_system(ground, &image, &sums)
 }
 
-/// Checks an ext4 with the host's tools, and the sums of the files in deep/er.
+/// Checks an ext4 file system with the host's tools, and the checksums of the files in deep/er.
 fn check_file_system(ground: &ScenarioContext, image: &super::Image, sums: &BTreeMap<String, String>) -> Result<()> {
     let mut check = ground.guest.command("e2fsck");
     succeed("e2fsck", check.args(["-f", "-n"]).arg(&image.path), CLIENT_LIMIT)?;
@@ -256,15 +256,14 @@ fn in_order(ground: &ScenarioContext) -> Result<()> {
     Ok(())
 }
 
-/// The place of a feature's bit among those that the guest shows, counted from one.
+/// Position of a feature's bit in the guest's list, counted from one.
 const RING_PACKED: u32 = 35;
 const IN_ORDER: u32 = 36;
 
-/// The task of a guest that says which of these features it has, and writes and verifies, also after its driver was
-/// reset.
+/// Guest task that prints these features, writes and verifies, and repeats this after a driver reset.
 fn verified(features: &[u32]) -> String {
     let features = features.iter().map(u32::to_string).collect::<Vec<_>>().join(",");
-    // The driver is taken away and comes back, whose rings begin anew; odd lengths go with indirect tables and without.
+    // The driver is unbound and bound again, so the rings restart; odd lengths use indirect tables and chains.
     let load = "load() {
             fio --filename=/dev/vda --direct=1 --ioengine=libaio --thread --group_reporting --randseed=$1 \
                 --verify=crc32c --verify_fatal=1 --iodepth=16 --output-format=terse --output=/dev/null \
@@ -289,7 +288,7 @@ fn migrated(ground: &ScenarioContext) -> Result<()> {
     let device = OfferedDevice::Spec(format!("file:{}?share=on", image.path.display()));
     let exports = ["from.sock", "to.sock"].map(|socket| ground.export(device.clone(), socket, 2));
     let server = ground.serve(&exports)?;
-    // What is verified is read into the guest's memory by the daemon: a page that did not move is a wrong checksum.
+    // The daemon writes verified data into the guest's memory, so a lost page is a wrong checksum.
     let task = format!(
         "modprobe virtio_blk
         round=0
@@ -317,7 +316,7 @@ fn migrated(ground: &ScenarioContext) -> Result<()> {
         here.migrate(&way)?;
         let before = here.output();
         drop(here);
-        // It was not told to end before it had moved, and has gone on since.
+        // The guest was stopped only after its migration, and has continued since.
         there.wait_for_output(|output| output.contains("round"))?;
         image.write(END_AT, END.as_bytes())?;
         let after = there.wait()?.success()?;
@@ -380,7 +379,7 @@ fn restarted(ground: &ScenarioContext) -> Result<()> {
     let vm = Vm::new(ground.guest, 2).disk(&export.socket, 2);
     vm.succeed("modprobe virtio_blk && echo first | dd of=/dev/vda bs=512 seek=8 conv=sync,fsync 2>/dev/null")?;
     server.check_alive()?;
-    // Another queue count, as after a change of the machine, and a reboot without a new QEMU.
+    // Another queue count, as after a change of the machine, and a reboot of the same QEMU.
     let task = "modprobe virtio_blk
         block() { dd if=/dev/vda bs=512 skip=$1 count=1 2>/dev/null | head -n 1 | tr -d '\\0'; }
         if [ \"$(block 16)\" != second ]; then
@@ -401,8 +400,8 @@ fn restarted(ground: &ScenarioContext) -> Result<()> {
 
 fn daemon_sigterm(ground: &ScenarioContext) -> Result<()> {
     let (image, export, server) = ground.serve_image(64 * MIB, 2)?;
-    // Numbers one by one in the lower half, each printed only once it is synced; in the upper half
-    // many writes at a time, so that some are in flight when the end comes.
+    // The lower half gets numbers one by one, each printed only after a sync. The upper half gets many concurrent
+    // writes, so that some are in flight at the end.
     let task = "modprobe virtio_blk
         fio --name=load --filename=/dev/vda --offset=32m --size=32m --direct=1 --ioengine=libaio --iodepth=16 \
             --thread --rw=randwrite --bs=4k --time_based --runtime=100 --output=/dev/null &
@@ -415,11 +414,11 @@ fn daemon_sigterm(ground: &ScenarioContext) -> Result<()> {
     let mut machine = Vm::new(ground.guest, 2).disk(&export.socket, 2).start(task)?;
     machine.wait_for_output(|output| output.lines().count() >= 40)?;
     server.stop()?;
-    // The guest may still print what was acknowledged just before the end.
+    // The guest may still print writes acknowledged just before the end.
     std::thread::sleep(Duration::from_millis(500));
     let output = machine.output();
     drop(machine);
-    // What follows the last line break is not a whole number.
+    // Text after the last line break may be an incomplete number.
     let whole = output.rsplit_once('\n').map_or("", |(whole, _)| whole);
     for (expected, line) in whole.lines().enumerate() {
         ensure!(line == expected.to_string(), "the guest's {expected}th line is {line:?}");
@@ -429,7 +428,7 @@ fn daemon_sigterm(ground: &ScenarioContext) -> Result<()> {
             "write {expected} was acknowledged and synced, and is not in the image"
         );
     }
-    // The lock went with the daemon, and the image can be served again.
+    // The lock was released with the daemon, and the image can be served again.
     ground.serve(std::slice::from_ref(&export))?.stop()?;
     Ok(())
 }
@@ -452,7 +451,7 @@ fn write_cache(ground: &ScenarioContext) -> Result<()> {
     let lines: Vec<_> = output.lines().collect();
     let (back, through) = ("write back", "write through");
     ensure!(lines.len() == 6, "the guest says: {lines:?}");
-    // What it is at first is the server's choice; ours offers the cache.
+    // The initial mode is the server's choice; blkyard offers the cache.
     ensure!(lines[..2] == [back, back] || !ground.program.is_ours(), "the guest's settings are at first: {lines:?}");
     ensure!(lines[2..] == [through, through, back, back], "the guest's settings are: {lines:?}");
     image.check_pattern(0, 256 * KIB, 0x11)?;

@@ -1,8 +1,8 @@
 //! Scenarios: the running daemon with foreign clients.
 //!
-//! A scenario has a name, a sentence that completes "This test shows that …", and a function. Each gets a separate
-//! context: an empty folder, the server's program, the guest's programs. Scenarios do not share state and do not know
-//! the order they run in.
+//! A scenario has a name, a sentence that completes "This test shows that …", and a function. Each gets its own
+//! context: an empty folder, the server's program, the guest's programs. Scenarios share no state and do not depend on
+//! their order.
 
 mod attached;
 mod blkio;
@@ -33,14 +33,13 @@ use crate::guest::Guest;
 use crate::process::{self, Ended, Running};
 use crate::server::{Export, OfferedDevice, Program, ReadyServer};
 
-/// Ends a client that hangs. The longest takes 3 s on an idle machine, and much longer on one that has other things to
-/// do.
+/// Time limit of a client. The longest takes 3 s on an idle machine, and much longer on a busy one.
 const CLIENT_LIMIT: Duration = Duration::from_mins(5);
 
 pub const KIB: u64 = 1 << 10;
 pub const MIB: u64 = 1 << 20;
 
-/// Place where a scenario runs, and so its requirements.
+/// Environment of a scenario, which determines its requirements.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum RunsIn {
     /// Clients on this machine.
@@ -54,12 +53,12 @@ pub struct Scenario {
     /// Completes "This test shows that …".
     pub sentence: &'static str,
     pub place: RunsIn,
-    /// Whether it holds of blkyard alone, and not of any server of vhost-user-blk.
+    /// Whether it applies only to blkyard, not to any vhost-user-blk server.
     pub ours: bool,
     pub tell: fn(&ScenarioContext) -> Result<()>,
 }
 
-/// All of them, in the order they run.
+/// All scenarios, in the order they run.
 pub fn all() -> impl Iterator<Item = &'static Scenario> {
     let served = foreign::SCENARIOS.iter().chain(blkio::SCENARIOS).chain(daemon::SCENARIOS).chain(control::SCENARIOS);
     let host = served.chain(rates::SCENARIOS).chain(sharing::SCENARIOS);
@@ -72,7 +71,7 @@ pub fn all() -> impl Iterator<Item = &'static Scenario> {
         .chain(takeover::SCENARIOS)
 }
 
-/// Something that this machine lacks for a scenario, which is skipped then.
+/// A requirement of a scenario that this machine lacks; the scenario is skipped.
 #[derive(Debug)]
 pub struct Missing(pub String);
 
@@ -90,14 +89,14 @@ pub struct ScenarioContext<'a> {
     pub guest: &'a Guest,
     /// Output of the servers while the scenario runs.
     pub log: File,
-    /// Measured values, for the report.
+    /// Measured values for the report.
     measured: Mutex<Option<String>>,
     folder: TempDir,
 }
 
 impl<'a> ScenarioContext<'a> {
     pub fn new(program: &'a Program, guest: &'a Guest, log: File) -> Result<Self> {
-        // A short path: the name of a socket has 108 bytes.
+        // A short path, since a socket path has at most 108 bytes.
         let folder = tempfile::Builder::new().prefix("blkyard-").tempdir().context("cannot make a temporary folder")?;
         Ok(Self { program, guest, log, measured: Mutex::default(), folder })
     }
@@ -115,7 +114,7 @@ impl<'a> ScenarioContext<'a> {
         self.folder.path().join(leaf)
     }
 
-    /// A sparse image of that many bytes.
+    /// A sparse image of this size.
     pub fn image(&self, leaf: &str, bytes: u64) -> Result<Image> {
         let path = self.path(leaf);
         let file = File::create_new(&path).with_context(|| format!("cannot make {}", path.display()))?;
@@ -132,7 +131,7 @@ impl<'a> ScenarioContext<'a> {
         ReadyServer::start(self.program, exports, &self.log)
     }
 
-    /// The most usual ground: an image of so many bytes, served at a socket.
+    /// The usual set-up: an image of this size, served at a socket.
     pub fn serve_image(&self, bytes: u64, queues: u16) -> Result<(Image, Export, ReadyServer)> {
         let image = self.image("disk.img", bytes)?;
         let export = self.export(OfferedDevice::File(image.path.clone()), "disk.sock", queues);
@@ -140,17 +139,17 @@ impl<'a> ScenarioContext<'a> {
         Ok((image, export, server))
     }
 
-    /// qemu-io at a socket with a list of commands, which all have to succeed.
+    /// Runs qemu-io at a socket with a list of commands, which must all succeed.
     pub fn qemu_io(&self, socket: &Path, commands: &[String]) -> Result<String> {
         let ended = self.try_qemu_io(socket, commands, &[])?;
         let said = ended.said();
-        // Some failures leave the exit status alone.
+        // Some failures do not change the exit status.
         let bad = ["fail", "error", "Error"].iter().any(|word| said.contains(word));
         ensure!(ended.status.success() && !bad, "qemu-io failed ({}):\n{}", ended.status, process::tail(&said, 20));
         Ok(said)
     }
 
-    /// The same with further options, whatever comes of it.
+    /// Runs qemu-io with further options; failures are returned in the result.
     pub fn try_qemu_io(&self, socket: &Path, commands: &[String], options: &[&str]) -> Result<Ended> {
         let mut command = self.guest.command("qemu-io");
         command.args(options).arg("--image-opts").arg(client_options(socket));
@@ -160,13 +159,13 @@ impl<'a> ScenarioContext<'a> {
         process::run("qemu-io", &command, CLIENT_LIMIT)
     }
 
-    /// `qemu-img bench` at a socket, to its end.
+    /// Runs `qemu-img bench` at a socket to its end.
     pub fn qemu_bench(&self, socket: &Path, options: &[&str]) -> Result<()> {
         process::succeed("qemu-img bench", &self.bench_command(socket, options), CLIENT_LIMIT)?;
         Ok(())
     }
 
-    /// The same, left running.
+    /// Starts `qemu-img bench` at a socket.
     pub fn start_qemu_bench(&self, socket: &Path, options: &[&str]) -> Result<Running> {
         Running::start("qemu-img bench", &self.bench_command(socket, options))
     }
@@ -177,26 +176,26 @@ impl<'a> ScenarioContext<'a> {
         command
     }
 
-    /// qemu-io, connected to a socket and silent once it has written a block of the image.
+    /// qemu-io, connected to a socket and idle after it has written a block of the image.
     pub fn start_silent_client(&self, socket: &Path, image: &Image) -> Result<Running> {
         const BYTE: u8 = 0x5d;
         let mut command = self.guest.command("qemu-io");
         let (write, sleep) = (format!("write -P {BYTE} 0 4k"), format!("sleep {}", CLIENT_LIMIT.as_millis()));
         command.arg("--image-opts").arg(client_options(socket)).args(["-c", &write, "-c", &sleep]);
         let mut running = Running::start("qemu-io", &command)?;
-        // Not its own words: it keeps them to itself until it ends.
+        // Its output is buffered until it ends, so the image is checked instead.
         let written = running.wait_until(CLIENT_LIMIT, |_| image.holds(0, BYTE))?;
         ensure!(written, "the client ended too early: {}{}", running.stdout()?, running.stderr()?);
         Ok(running)
     }
 }
 
-/// Checks that a server which has nothing to do uses less than 1 % of a processor. In processor time, which does not
-/// depend on what else this machine does.
+/// Checks that an idle server uses less than 1 % of a CPU, measured as CPU time, which does not depend on the load of
+/// the machine.
 fn check_idle(server: &ReadyServer) -> Result<()> {
     const WATCHED: Duration = Duration::from_secs(3);
-    // A host that takes the processor away sometimes charges that to the running thread; a daemon that does not sleep
-    // shows in every window.
+    // A hypervisor sometimes charges stolen time to the running thread; a server that never sleeps exceeds the limit in
+    // every window.
     let mut used = Vec::new();
     while used.len() < 5 {
         used.push(server.processor_time_within(WATCHED)?);
@@ -207,7 +206,7 @@ fn check_idle(server: &ReadyServer) -> Result<()> {
     bail!("the idle daemon used {used:?} of processor time, each in {WATCHED:?}")
 }
 
-/// QEMU's name for a disk behind a vhost-user-blk socket, reached through libblkio.
+/// QEMU's name for a disk at a vhost-user-blk socket through libblkio.
 fn client_options(socket: &Path) -> String {
     format!("driver=virtio-blk-vhost-user,path={},cache.direct=on", socket.display())
 }
@@ -218,7 +217,7 @@ pub struct Image {
 }
 
 impl Image {
-    /// The bytes of a range, as anyone else on this machine finds them.
+    /// The bytes of a range, read through the file system.
     pub fn read(&self, offset: u64, length: u64) -> Result<Vec<u8>> {
         let file = File::open(&self.path).with_context(|| format!("cannot open {}", self.path.display()))?;
         let mut bytes = vec![0; usize::try_from(length)?];
@@ -232,12 +231,12 @@ impl Image {
             .with_context(|| format!("cannot write {}", self.path.display()))
     }
 
-    /// Whether this byte is at this place by now.
+    /// Whether the byte at this offset has this value now.
     pub fn holds(&self, offset: u64, byte: u8) -> Result<bool> {
         Ok(self.read(offset, 1)? == [byte])
     }
 
-    /// Checks that a range holds one byte over and over.
+    /// Checks that a range is filled with one byte.
     pub fn check_pattern(&self, offset: u64, length: u64, byte: u8) -> Result<()> {
         match self.read(offset, length)?.iter().position(|&found| found != byte) {
             None => Ok(()),
@@ -249,7 +248,7 @@ impl Image {
         }
     }
 
-    /// How many bytes the file system keeps for the image: holes do not count.
+    /// Allocated bytes of the image, without holes.
     pub fn allocated(&self) -> Result<u64> {
         let metadata = self.path.metadata().with_context(|| format!("cannot look at {}", self.path.display()))?;
         Ok(metadata.blocks() * 512)

@@ -1,4 +1,4 @@
-//! Disks that a guest's driver leaves and takes again: because it is told to, or because they are pulled.
+//! Disks that a guest's driver releases and takes again, because it is told to or because they are unplugged.
 
 use std::fs;
 
@@ -25,7 +25,7 @@ pub const SCENARIOS: &[Scenario] = &[
     },
 ];
 
-/// Writes a disk, verifies it, and does so anew until it is told to stop.
+/// Writes and verifies a disk repeatedly until stopped.
 const LOAD: &str = "load() {
         while [ ! -e /tmp/stop ]; do
             fio --name=load --filename=/dev/$1 --direct=1 --ioengine=libaio --thread --iodepth=16 --rw=randwrite --bs=4k \\
@@ -34,13 +34,13 @@ const LOAD: &str = "load() {
         done
     }";
 
-/// How often the driver leaves and comes back. The two formats of rings take turns.
+/// Number of driver resets. The two ring formats alternate.
 const PROBES: u64 = 100;
-/// When what the daemon holds is first looked at: everything has been done twice.
+/// Round of the first resource check, after each action was done twice.
 const WARM: u64 = 4;
-/// Where the host says that it has looked: two sectors of the loaded disk beyond what fio writes.
+/// Offset of the host's acknowledgement of a check: two sectors of the loaded disk beyond fio's writes.
 const SAID: u64 = 8 * MIB;
-/// Where the writes go that are under way when the driver leaves.
+/// Offset of the writes in flight when the driver leaves.
 const LOST: u64 = 8 * MIB;
 
 fn reprobe(ground: &ScenarioContext) -> Result<()> {
@@ -107,12 +107,12 @@ fn reprobe(ground: &ScenarioContext) -> Result<()> {
     Ok(())
 }
 
-/// What a process has that it could keep for too long.
+/// Resources of a process that could leak.
 #[derive(Debug)]
 struct HeldResources {
     descriptors: usize,
     mappings: usize,
-    /// Memory of its own, not what guests share.
+    /// Private memory, without that shared by guests.
     private_kib: u64,
 }
 
@@ -129,8 +129,7 @@ impl HeldResources {
         })
     }
 
-    /// Checks that this is no more than it was, when as much was served. The allocator has its own mind about a few
-    /// pages.
+    /// Checks that the resources have not grown since an equal state. The allocator may keep a few pages.
     fn check_against(&self, before: &Self) -> Result<()> {
         let fine = self.descriptors <= before.descriptors
             && self.mappings <= before.mappings + 8
@@ -140,7 +139,7 @@ impl HeldResources {
     }
 }
 
-/// How often the disk is pulled.
+/// Number of unplugs.
 const PULLS: u8 = 3;
 
 fn pulled(ground: &ScenarioContext) -> Result<()> {
@@ -153,9 +152,8 @@ fn pulled(ground: &ScenarioContext) -> Result<()> {
         ground.export(OfferedDevice::File(image.path.clone()), "pulled.sock", QUEUES),
     ];
     let mut server = ground.serve(&exports)?;
-    // The disk that is pulled has the same name each time: the driver gives it the first one that is free. Its load
-    // reads nothing back: a pulled disk suddenly has no sectors, and a reader gets the end of the file instead of an
-    // error.
+    // The unplugged disk has the same name each time, since the driver assigns the first free one. Its load does not
+    // read back: an unplugged disk has zero sectors, and a reader gets the end of the file instead of an error.
     let task = format!(
         "set -e
         modprobe virtio_blk

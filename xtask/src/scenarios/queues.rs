@@ -1,4 +1,4 @@
-//! The queues of a Linux guest's virtio-blk driver: as many as there may be, in both formats of rings.
+//! The queues of a Linux guest's virtio-blk driver: the maximum number, in both ring formats.
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
@@ -15,13 +15,13 @@ pub const SCENARIOS: &[Scenario] = &[Scenario {
     tell: guest,
 }];
 
-/// Of each disk; those with packed rings come first.
+/// Queues of each disk; disks with packed rings come first.
 const QUEUES: [u16; 8] = [1, 2, 4, 16, 1, 2, 4, 16];
 const PACKED: usize = 4;
-/// What is written through each queue.
+/// Bytes written through each queue.
 const SHARE: u64 = 128 * KIB;
 
-/// One job for each queue, on the first of the processors that use it.
+/// One job for each queue, on the first CPU that uses it.
 const TASK: &str = "set -e
     modprobe virtio_blk
     for cpu in $(seq 2 15); do echo 1 >/sys/devices/system/cpu/cpu$cpu/online; done
@@ -41,7 +41,7 @@ const TASK: &str = "set -e
     sleep 1000";
 
 fn guest(ground: &ScenarioContext) -> Result<()> {
-    // As many processors as queues: a driver takes no more. Two of them boot, the others are started later, which is
+    // As many CPUs as queues, since a driver takes no more. Two CPUs boot and the others start later, which is faster.
     // faster.
     let mut vm = Vm::new(ground.guest, 16).online(2);
     let (mut images, mut exports) = (Vec::<Image>::new(), Vec::new());
@@ -55,12 +55,12 @@ fn guest(ground: &ScenarioContext) -> Result<()> {
         images.push(image);
         exports.push(export);
     }
-    // Its firmware keeps rings of each disk where QEMU may put the initramfs; the server says then that these rings are
-    // broken.
+    // The firmware keeps rings of each disk in memory where QEMU may load the initramfs; the server then logs these
+    // rings as broken.
     let server = control::serve(ground, &exports)?;
     let mut machine = vm.start(TASK)?;
     machine.wait_for_output(|output| output.contains("verified")).context("of fio's blocks")?;
-    // What the driver has made of what it was offered.
+    // Queues and ring format of each disk in the guest.
     let output = machine.output();
     let disk = |(number, queues): (usize, &u16)| {
         let name = char::from(b'a' + number as u8);
@@ -68,7 +68,7 @@ fn guest(ground: &ScenarioContext) -> Result<()> {
     };
     let expected: String = QUEUES.iter().enumerate().map(disk).collect();
     ensure!(output == expected + "verified\n", "the guest says:\n{output}");
-    // And what has come in by each queue.
+    // Requests received by each queue.
     let tree = control::tree_when(ground, "every queue's counters", control::all_answered)?;
     for (number, queues) in QUEUES.into_iter().enumerate() {
         let export = &tree["exports"][number];

@@ -18,16 +18,16 @@ pub const SCENARIOS: &[Scenario] = &[Scenario {
     tell: rates,
 }];
 
-/// How long a rate is measured.
+/// Duration of a measurement.
 const TIME: Duration = Duration::from_millis(1500);
 const BURST_MS: u32 = 10;
-/// The most that may be missing where clients want more than they may have: they share a machine with other tests.
+/// Maximum shortfall of a load above its limit, since the machine is shared with other tests.
 const MISSING: f64 = 0.25;
 
-/// How soon sessions end whose requests are held. To wait for these would take 32 s, at one a second.
+/// Time limit for the end of sessions with throttled requests. Waiting for these would take 32 s, at one per second.
 const END_TIME: Duration = Duration::from_secs(8);
 
-/// I/Os of two exports, and when they were counted: not before the first instant, not after the second.
+/// I/Os of two exports, counted between two instants.
 struct IoCounts {
     ios: [u64; 2],
     between: [Instant; 2],
@@ -41,12 +41,12 @@ fn count(ground: &ScenarioContext) -> Result<IoCounts> {
     Ok(IoCounts { ios: [0, 1].map(|export| ios(export).unwrap_or(0)), between: [before, Instant::now()] })
 }
 
-/// Time for measurements, window by window, until a load above its limit reaches it: time lost on a stalled or busy
-/// machine is not made up for.
+/// Time limit of measurements, window by window, until a load above its limit reaches it: time lost on a busy machine
+/// is not made up for.
 const PATIENCE: Duration = CLIENT_LIMIT;
 
-/// Measures both exports. Neither passes its limit by more than the burst, nor do both together that of the device, in
-/// any window; a load above its limit reaches it in one of them.
+/// Measures both exports. In any window, neither exceeds its limit by more than the burst, and neither does their sum
+/// that of the device. A load above its limit reaches it in at least one window.
 fn measure(ground: &ScenarioContext, what: &str, limits: [Option<f64>; 2], device: f64) -> Result<String> {
     let begin = Instant::now();
     loop {
@@ -57,7 +57,7 @@ fn measure(ground: &ScenarioContext, what: &str, limits: [Option<f64>; 2], devic
     }
 }
 
-/// The same in one window, or who did not reach its limit.
+/// Measures one window. The inner result names an export that did not reach its limit.
 fn window(
     ground: &ScenarioContext,
     what: &str,
@@ -70,7 +70,7 @@ fn window(
     let [least_s, most_s] =
         [to.between[0] - from.between[1], to.between[1] - from.between[0]].map(|time| time.as_secs_f64());
     let ios = [0, 1].map(|export| (to.ios[export] - from.ios[export]) as f64);
-    // A quarter of a millisecond that each queue has booked, an I/O, and a round of requests that ended late.
+    // Tolerance: a quarter of a millisecond reserved by each queue, one I/O, and a round of requests that ended late.
     let most = |rate: f64| rate * (most_s + f64::from(BURST_MS) / 1e3 + 2.0 * 250e-6) + 34.0;
     let mut missed = None;
     for (ios, limit) in ios.into_iter().zip(limits) {
@@ -108,7 +108,7 @@ fn rates(ground: &ScenarioContext) -> Result<()> {
         Ok(clients)
     };
     let mut clients = start()?;
-    // They share what the device may have.
+    // Both exports share the device's limit.
     let mut measured = vec![measure(ground, "a device of 2000", [Some(1000.0), Some(1000.0)], 2000.0)?];
 
     let said = succeed(ground, &["set", "export:limited.sock", "iops_max=300", &format!("burst_ms={BURST_MS}")])?;
@@ -121,11 +121,11 @@ fn rates(ground: &ScenarioContext) -> Result<()> {
     let text = succeed(ground, &["inspect"])?;
     ensure!(text.contains("does not exceed: burst_ms 10, iops_max 300"), "the text should show it:\n{text}");
 
-    // 4 MiB a second are 1024 writes.
+    // 4 MiB per second are 1024 writes.
     succeed(ground, &["set", "export:0", "iops_max=off", "bytes_per_s_max=4M"])?;
     succeed(ground, &["set", "device:0", "iops_max=3000"])?;
     measured.push(measure(ground, "an export of 4 MiB", [Some(1024.0), None], 3000.0)?);
-    // Up and down, faster than anybody would.
+    // Up and down, faster than in practice.
     for round in 0..20 {
         let iops = [100, 50_000][round % 2].to_string();
         succeed(ground, &["set", "device:0", &format!("iops_max={iops}")])?;
@@ -137,13 +137,13 @@ fn rates(ground: &ScenarioContext) -> Result<()> {
     succeed(ground, &["set", "export:0", "bytes_per_s_max=off"])?;
     let writes = |tree: &Value| sum(tree, "/ops/write/ios");
     let before = writes(&tree(ground)?);
-    // Twice the image, each.
+    // Twice the image size for each.
     tree_when(ground, "more writes without a limit", |tree| writes(tree) > before + 8192)?;
     for client in &mut clients {
         ensure!(client.poll()?.is_none(), "a client has ended: {}{}", client.stdout()?, client.stderr()?);
     }
-    // One that was held when its client left is not waited for. Only time shows that, so it is tried again where the
-    // machine stood still: who waits does so each time.
+    // A throttled request is not awaited after its client has left. Only time shows this, so a slow attempt is
+    // repeated: a server that waits does so every time.
     let begin = Instant::now();
     let after = loop {
         succeed(ground, &["set", "device:0", "iops_max=1"])?;

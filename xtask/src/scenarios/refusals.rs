@@ -1,7 +1,7 @@
 //! Refusals of the daemon at its start, and their error messages.
 //!
-//! An error names the object, the cause and the cure. The object is checked by its name, the other two
-//! by words of which at least one must be there: how the sentence is put is its author's affair.
+//! An error names the object, the cause and the cure. The object is checked by its name, the other two by groups of
+//! words of which at least one must occur, so the wording is free.
 
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
@@ -82,7 +82,7 @@ pub const SCENARIOS: &[Scenario] = &[
     },
 ];
 
-/// A refusal takes a third of a second at the most, on an idle machine.
+/// Time limit of a refusal, which takes at most a third of a second on an idle machine.
 const REFUSAL_LIMIT: Duration = Duration::from_mins(1);
 
 /// Serves `device` at `export` and checks that the refusal has one of each group of words in it.
@@ -154,11 +154,11 @@ fn dead_socket(ground: &ScenarioContext) -> Result<()> {
     server.kill();
     let left = fs::symlink_metadata(&export.socket).is_ok_and(|metadata| metadata.file_type().is_socket());
     if !left {
-        // Whatever the server did, the next one must cope with this.
+        // The next server must handle a leftover socket in any case.
         drop(UnixListener::bind(&export.socket)?);
     }
-    // The lock of a process that was killed lasts until the kernel has taken its rings apart. Serve waits for that
-    // itself, though not as long as the kernel may need on a busy machine.
+    // The lock of a killed process is held until the kernel has released its rings. Serve waits for that, but not as
+    // long as the kernel may need on a busy machine.
     let start = Instant::now();
     let server = loop {
         match ground.serve(std::slice::from_ref(&export)) {
@@ -217,7 +217,7 @@ fn unwritable_image(ground: &ScenarioContext) -> Result<()> {
     let all_may = |path: &Path, mode| fs::set_permissions(path, fs::Permissions::from_mode(mode));
     all_may(&image.path, 0o444)?;
     all_may(&ground.path(""), 0o777)?;
-    // The user nobody may not have access to the build folder.
+    // The user nobody may have no access to the build folder.
     let program = ground.path("blkyard");
     fs::copy(ground.program.command()?.get_program(), &program).context("cannot copy the program")?;
     let serve = |option: &str| {

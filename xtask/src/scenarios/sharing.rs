@@ -19,27 +19,27 @@ pub const SCENARIOS: &[Scenario] = &[Scenario {
     tell: sharing,
 }];
 
-/// A device that takes half a millisecond and does 4000 a second: two or three at one time keep it busy, and behind the
-/// tags of one queue it takes 30 ms. So slow that a busy machine is not what is measured.
+/// A device with a latency of half a millisecond and 4000 I/Os per second: two or three requests keep it busy, and
+/// behind the tags of one queue the latency is 30 ms. It is slow, so that a busy machine does not affect the result.
 const DEVICE: &str = "model:latency?us=500&iops=4000&size=64M&share=on&scheduler=fair";
-/// What the noisy one has on its way.
+/// Requests in flight of the busy client.
 const DEPTH: &str = "256";
-/// With no more than so much in flight, the depth is found: a dozen small I/Os.
+/// Device depth below which it counts as found, KiB: a dozen small I/Os.
 const FOUND_KIB: u64 = 144;
-/// Longer than a queue is taken for one that is not alone.
+/// Longer than the time after which a queue counts as alone.
 const ALONE: Duration = Duration::from_millis(1500);
-/// Windows of a second, of which the best counts: in others the machine may have been at something else.
+/// Number of one-second windows, of which the best counts: in others the machine may have been busy.
 const WINDOWS: usize = 3;
-/// The median without sharing is so many times that with it, and the 99th percentile: some thirty and ten where nothing
-/// else runs.
+/// Minimum ratio of the median without sharing to that with it, and of the 99th percentile: on an idle machine some
+/// thirty and ten.
 const MEDIAN_TIMES: f64 = 5.0;
 const P99_TIMES: f64 = 1.5;
 
-/// What who reads waits, milliseconds: the median, and 99 of 100.
+/// Read latency, ms: median and 99th percentile.
 #[derive(Clone, Copy, Debug)]
 struct Waits([f64; 2]);
 
-/// Reads of one block anywhere at an export.
+/// Random reads of one block at an export.
 fn bench(ground: &ScenarioContext, export: &Export, options: &[&str]) -> Result<Command> {
     let mut command = ground.program.command()?;
     command.arg("bench").arg(format!("vhost-user:{}", export.socket.display()));
@@ -59,7 +59,7 @@ fn read(ground: &ScenarioContext, export: &Export) -> Result<Waits> {
     Ok(Waits([ms("50.000000")?, ms("99.000000")?]))
 }
 
-/// The same in several windows: of each figure the least.
+/// The lowest value of each figure over several windows.
 fn best(ground: &ScenarioContext, export: &Export) -> Result<Waits> {
     let mut best = read(ground, export)?;
     for _ in 1..WINDOWS {
@@ -69,22 +69,22 @@ fn best(ground: &ScenarioContext, export: &Export) -> Result<Waits> {
     Ok(best)
 }
 
-/// The depth that was found for the device.
+/// The depth found for the device.
 fn depth_kib(tree: &Value) -> Option<u64> {
     tree.pointer("/exports/0/queues/0/now/scheduler/facts/depth_kib")?.as_u64()
 }
 
-/// What who reads waits beside a neighbour: with sharing, the same once the neighbour was alone for a while, and
-/// without.
+/// Read latency beside a busy neighbour: with sharing, with sharing after the neighbour was alone for a while, and
+/// without sharing.
 fn compare(ground: &ScenarioContext, quiet: &Export) -> Result<(Waits, Waits, Waits)> {
-    // What the device can do is found while both want something: in seconds.
+    // The depth is found within seconds while both clients are active.
     let begin = Instant::now();
     while depth_kib(&tree(ground)?).is_none_or(|found| found > FOUND_KIB) {
         read(ground, quiet)?;
         ensure!(begin.elapsed() < CLIENT_LIMIT, "the depth was never found:\n{:#}", tree(ground)?);
     }
     let shared = best(ground, quiet)?;
-    // The neighbour has everything while it is alone, which says nothing of the device.
+    // The neighbour uses the whole device while alone, which reveals no depth.
     std::thread::sleep(ALONE);
     let again = best(ground, quiet)?;
     succeed(ground, &["set", "device:0", "per_queue=on"])?;
@@ -105,7 +105,7 @@ fn sharing(ground: &ScenarioContext) -> Result<()> {
     };
     tree_when(ground, "a neighbour that wants more than there are tags", full)?;
     let begin = Instant::now();
-    // Again and again while the machine is busy with something else: queues that do not share wait as long each time.
+    // Repeated while the machine is busy: without sharing, the latency is as high every time.
     let said = loop {
         let (shared, again, apart) = compare(ground, quiet)?;
         let said = format!(

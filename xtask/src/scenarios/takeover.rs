@@ -1,6 +1,6 @@
-//! Daemons that take over from one another under a guest that writes.
+//! Daemons that take over from one another under a writing guest.
 //!
-//! The guest's QEMU does not reconnect: with a lost connection the disk would be lost.
+//! The guest's QEMU does not reconnect: if the connection were lost, the disk would be, too.
 
 use std::time::Duration;
 
@@ -27,7 +27,7 @@ pub const SCENARIOS: &[Scenario] = &[
     },
 ];
 
-/// Daemons that a guest has after its first.
+/// Number of daemons after the first.
 const HEIRS: usize = 8;
 
 fn guest_fio(ground: &ScenarioContext, packed: bool) -> Result<()> {

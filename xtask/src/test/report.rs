@@ -1,5 +1,5 @@
 //! Report of a test run: a line for each item as it ends, all failures again at the end, and a closing line for
-//! programs: `N passed, N failed, N skipped`, with `: no verdict` after it where a quick run is not complete.
+//! programs: `N passed, N failed, N skipped`, with `: no verdict` after it if a quick run is incomplete.
 
 use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
@@ -9,21 +9,21 @@ use anyhow::Result;
 
 use super::progress::{ItemPosition, Progress, WatchedOutput};
 
-/// What begins a line with the command that runs only what failed.
+/// Start of the line with the command that runs only the failed items.
 pub const RERUN: &str = "rerun: ";
 
-/// Lines of one failure that are repeated at the end.
+/// Lines repeated at the end for one failure.
 const TELLING_LINES: usize = 12;
 
-/// Exit code of a quick run in which nothing failed and something did not run. 2 is that of wrong arguments.
+/// Exit code of a quick run without failures in which an item did not run. 2 means wrong arguments.
 const NO_VERDICT: u8 = 3;
 
-/// What a run must do beside not failing.
+/// Requirements of a run besides the absence of failures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Completeness {
     /// Items that did not run are listed.
     Optional,
-    /// Without all items there is no verdict.
+    /// Items that did not run make the run incomplete, without a verdict.
     ForVerdict,
     /// Items that did not run count as failed.
     Mandatory,
@@ -31,13 +31,13 @@ pub enum Completeness {
 
 /// Result of an item that did not fail as a whole.
 pub enum Verdict {
-    /// So many tests in it passed.
+    /// Number of passed tests in it.
     Passed(usize),
-    /// It passed, and measured this on the way.
+    /// Passed, with measured values.
     Measured(String),
-    /// It has tests of its own, and some of them failed.
+    /// Some of its tests failed.
     Mixed { passed: usize, failed: usize, skipped: usize, text: String },
-    /// It did not run, for this reason.
+    /// Not run, for this reason.
     Skipped(String),
 }
 
@@ -54,19 +54,19 @@ impl Verdict {
 pub struct Report {
     completeness: Completeness,
     start: Instant,
-    /// Number of items, and how many of them have begun.
+    /// Number of items, and number of started ones.
     items: usize,
     begun: usize,
     passed: usize,
     failed: usize,
     skipped: usize,
-    /// Name and text of everything that should be read again at the end.
+    /// Names and texts to repeat at the end.
     failures: Vec<(String, String)>,
     left_out: Vec<(String, String)>,
 }
 
 impl Report {
-    /// A report of so many items.
+    /// A report for this number of items.
     pub fn new(completeness: Completeness, items: usize) -> Self {
         Self {
             completeness,
@@ -89,14 +89,14 @@ impl Report {
         self.failed > 0
     }
 
-    /// How long it has been kept.
+    /// Time since the start of the report.
     pub fn elapsed(&self) -> Duration {
         self.start.elapsed()
     }
 
-    /// Runs one item and says how it ended; in between, what can be watched of it.
+    /// Runs one item and prints its result, with progress on a terminal.
     pub fn item(&mut self, name: &str, watched: &WatchedOutput, run: impl FnOnce() -> Result<Verdict>) {
-        // A terminal shows the running item; in a file, half a line would only be in the way of what others write.
+        // A terminal shows the running item; in a file, an incomplete line would mix with other output.
         let is_terminal = std::io::stdout().is_terminal();
         if is_terminal {
             print!("{name:24} ");
@@ -117,7 +117,7 @@ impl Report {
         }
     }
 
-    /// Takes note of a verdict; returns the word for it and what else belongs on its line.
+    /// Records a verdict; returns its word and the rest of its line.
     fn count(&mut self, name: &str, verdict: Result<Verdict>) -> (&'static str, String) {
         match verdict {
             Ok(Verdict::Passed(1)) => {
@@ -157,7 +157,7 @@ impl Report {
         }
     }
 
-    /// Says it all again in short, with the closing line.
+    /// Prints the summary with the closing line.
     pub fn close(self) -> ExitCode {
         println!();
         for (name, reason) in &self.left_out {
@@ -187,8 +187,8 @@ impl Report {
     }
 }
 
-/// The lines of a failure that name its cause: failed tests, their programs, and errors of a compiler or a system call;
-/// the first line where there are none.
+/// Lines of a failure with its cause: failed tests, their programs, and errors of a compiler or a system call; the
+/// first line if there are none.
 fn telling(text: &str) -> Vec<&str> {
     let tells = |line: &&str| {
         (line.starts_with("test ") && line.ends_with("FAILED"))
@@ -260,7 +260,7 @@ mod tests {
         let failed = || Err(anyhow!("broken"));
         assert_eq!(ended(quick, vec![failed(), late()]), (1, "0 passed, 1 failed, 1 skipped".into()));
         assert_eq!(ended(Completeness::Optional, vec![passed(), late()]).0, 0);
-        // Tests that their program ignores did not run either.
+        // Tests ignored by their program did not run, either.
         let ignored = Ok(Verdict::Mixed { passed: 3, failed: 0, skipped: 1, text: String::new() });
         assert_eq!(ended(quick, vec![ignored]).0, 3);
     }
