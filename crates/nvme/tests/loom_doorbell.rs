@@ -1,4 +1,4 @@
-//! Shadow doorbells under loom: a controller that sleeps is woken, and sees what was announced.
+//! Shadow doorbells under loom: a sleeping controller is woken, and sees the announced commands.
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test --release -p blkyard-nvme --test loom_doorbell`
 //!

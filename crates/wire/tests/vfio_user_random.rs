@@ -1,4 +1,4 @@
-//! vfio-user by chance: no bytes make a parser panic, and each message is read as it was written.
+//! vfio-user with random input: no bytes make a parser panic, and each encoded message is parsed to the same message.
 
 use blkyard_wire::vfio_user::*;
 use proptest::prelude::*;
@@ -55,7 +55,7 @@ fn write() -> impl Strategy<Value = RegionWrite> {
     })
 }
 
-/// What is checked for each request: the bytes that it becomes are read as the same request.
+/// Checks that the encoding of a request is parsed to the same request.
 fn is_read_back(request: &VfioRequest<'_>, descriptors: usize, id: u16, no_reply: bool) -> Result<(), TestCaseError> {
     let bytes = request.encode(id, no_reply);
     let mut reader = FrameReader::new(FrameLimits::for_data(DATA_MAX, 300));
@@ -80,7 +80,7 @@ fn reply_is_read_back(reply: &VfioReply<'_>, descriptors: usize, id: u16) -> Res
     Ok(())
 }
 
-/// Bytes that often look like the numbers of a message.
+/// Bytes that often resemble the numbers of a message.
 fn payload() -> impl Strategy<Value = Vec<u8>> {
     let word = prop_oneof![
         any::<u32>(),

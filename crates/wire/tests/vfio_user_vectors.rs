@@ -1,4 +1,4 @@
-//! vfio-user by hand-built bytes: each message in both directions, and what no honest peer sends, with the exact error.
+//! vfio-user by hand-built bytes: each message in both directions, and malformed input with its exact error.
 //!
 //! Offsets and values are those of the specification's tables. The inputs that broke others are marked with their
 //! class: (1) length trusted before allocation, (2) id used as index, (5) geometry of one object used for another,
@@ -6,10 +6,10 @@
 
 use blkyard_wire::vfio_user::*;
 
-/// Data of one message, at most, in these tests.
+/// Maximum data bytes of one message in these tests.
 const DATA_MAX: u32 = 4096;
 
-/// A payload of numbers of given widths, in the byte order of the host.
+/// A payload of numbers of given widths, in native byte order.
 macro_rules! bytes {
     ($($value:expr),* $(,)?) => {{
         let mut bytes: Vec<u8> = Vec::new();
@@ -88,7 +88,7 @@ fn a_stream_is_cut_into_messages_with_their_descriptors() {
     }
 }
 
-/// Class 1: a reader asks for bytes as they come, whatever size the header claims.
+/// Class 1: a reader requests bytes as they arrive, independent of the size in the header.
 #[test]
 fn a_large_message_is_read_in_parts() {
     let mut reader: FrameReader<()> = FrameReader::new(FrameLimits { bytes_max: u32::MAX, descriptors_max: 0 });
@@ -557,7 +557,7 @@ fn region_replies_that_lie_are_refused() {
         (with(48, &sparse(0, &[])), capability(48)),
         (with(u32::MAX, &sparse(0, &[])), capability(u32::MAX)),
         (with(32, &twice), capability(48)),
-        // A chain that leads back to itself, and one into its own areas.
+        // A circular chain, and one into its own areas.
         (with(32, &again), capability(32)),
         (with(32, &sparse(50, &[(0, 0x1000)])), capability(50)),
     ] {
@@ -568,10 +568,10 @@ fn region_replies_that_lie_are_refused() {
         Err(MessageError::NoDescriptor { command, index: 0 }),
         "a region that can be mapped has a file"
     );
-    // A loop of other capabilities.
+    // A circular chain of other capabilities.
     let circle = with(32, &[bytes![9_u16, 1_u16, 40_u32], bytes![9_u16, 1_u16, 32_u32]].concat());
     assert_eq!(reply(command, &circle, 1), Err(capability(32)));
-    // Empty areas say nothing.
+    // Empty areas are ignored.
     let Ok(VfioReply::DeviceGetRegionInfo(info)) = reply(command, &with(32, &sparse(0, &[(0, 0)])), 1) else {
         panic!("a region")
     };
@@ -596,7 +596,7 @@ fn replies_about_descriptors_for_io_that_lie_are_refused() {
     ] {
         assert_eq!(reply(command, &payload, 1), Err(error), "{payload:?}");
     }
-    // Entries that a later version has made longer.
+    // Entries with additional bytes of a later version.
     let longer = with(64, 1, &[entry(0, 0, 0), bytes![7_u64]].concat());
     assert!(matches!(reply(command, &longer, 1), Ok(VfioReply::DeviceGetRegionIoFds(fds)) if fds.parts.len() == 1));
 }

@@ -142,7 +142,7 @@ fn killed(ground: &ScenarioContext) -> Result<()> {
     let export = ground.export(OfferedDevice::File(image.path.clone()), "disk.sock", 2);
     for rings in [SPLIT, PACKED] {
         let left = under_load(ground, &export, rings, || ground.serve(std::slice::from_ref(&export)))?;
-        // Otherwise no daemon found requests in flight, and all were submitted anew.
+        // Otherwise no daemon found requests in flight, and all were submitted as new.
         ensure!(left > 0, "with {rings} no daemon went on from what the one before had in flight");
     }
     Ok(())

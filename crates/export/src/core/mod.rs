@@ -1,8 +1,9 @@
-//! The core of all front ends, for any protocol: the control loop that runs all exports of a daemon, their listening
-//! sockets and acceptors, their log; the life of an export; the queues with their bios, bounds and commands.
+//! The core of all front ends, independent of the protocol: the control loop that runs all exports of a daemon, their
+//! listening sockets and acceptors, and their log; the state of an export; the queues with their bios, bounds and
+//! commands.
 //!
 //! A protocol implements [`FrontEndSession`] for the messages of a connection, and [`QueueSession`] for the content of
-//! a ring. Nothing here names a protocol.
+//! a ring. The core depends on no protocol.
 
 mod acceptor;
 mod control_loop;

@@ -20,8 +20,8 @@ pub struct FrameLimits {
 }
 
 impl FrameLimits {
-    /// Limits for a receiver of so many bytes of data and so many descriptors with one message. A version message and
-    /// the structure before the data fit, too.
+    /// Limits for a receiver of these data bytes and descriptors with one message. They include a version message and
+    /// the structure before the data.
     pub fn for_data(data_bytes_max: u32, descriptors_max: usize) -> FrameLimits {
         let fixed = (HEADER_BYTES + super::VERSION_BYTES_MAX + 64) as u32;
         FrameLimits { bytes_max: data_bytes_max.saturating_add(fixed), descriptors_max }
