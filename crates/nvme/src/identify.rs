@@ -278,7 +278,7 @@ impl LbaFormat {
 }
 
 impl IdentifyNamespace {
-    /// Formats of a namespace with 16 formats, the only number before version 2.0.
+    /// Formats of a namespace with 16 formats, as before version 2.0.
     const FORMATS: u8 = 16;
 
     /// The LBA format of this index.

@@ -94,7 +94,7 @@ fn programs(from: &Path, tree: &Path) -> Result<()> {
             symlink("busybox", tree.join("usr/bin").join(applet))?;
         }
     }
-    // The kernel expects this path, and looks for checksum modules there.
+    // The kernel runs modprobe by this path, and loads the checksum modules of file systems.
     symlink("../bin/busybox", tree.join("usr/sbin/modprobe"))?;
     Ok(())
 }

@@ -87,7 +87,7 @@ pub struct VfioUserController {
 }
 
 impl VfioUserController {
-    /// Connects to the server, and sets the device up as a PCI driver does. The registers of the controller are
+    /// Connects to the server, and sets the device up as a PCI driver does. Leaves the controller's registers
     /// unchanged.
     ///
     /// # Errors

@@ -1,8 +1,7 @@
-//! Set-up of a PCI device before its registers are used: enables memory and bus master, places BAR 0, finds and enables
-//! MSI-X.
+//! Set-up of a PCI device before its registers are used: enables memory and bus master, places BAR 0, enables MSI-X.
 //!
-//! A server may emulate a device that responds only after this set-up (QEMU's does). In a guest, firmware and kernel do
-//! it.
+//! A server may emulate a device that responds only after this set-up (QEMU's does). Guests do it in firmware or
+//! kernel.
 
 use blkyard_wire::vfio_user::region_index::CONFIG;
 

@@ -470,8 +470,7 @@ impl ServedLanes {
                 placed.queues.len() > *queue && placed.is_served(*queue) && placed.lane_of(*queue) != **lane
             });
             moves.count += moved.count();
-            // Stops here: each further export of a hanging device would take the full time limit, and control waits
-            // meanwhile.
+            // Stops here: each further export of a hanging device would take the full time limit and delay control.
             done?;
             removed?;
         }
@@ -604,8 +603,7 @@ impl ServedLanes {
             Err(error) => {
                 reserved.into_iter().for_each(|number| self.lanes().forget(number));
                 let PartError::Gone = error else { return Err(failed(error).into()) };
-                // The session ends: the queue is drained and closed next, and its hardware queue is not needed any
-                // more.
+                // The session ends: the queue is drained and closed next, and its hardware queue is no longer needed.
                 placed.forget(queue);
                 return Ok(None);
             }

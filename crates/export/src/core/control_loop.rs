@@ -1,5 +1,4 @@
-//! The control thread: waits for all exports of a daemon at once, and has workers run the steps of those that are
-//! ready.
+//! The control thread: waits for all exports of a daemon at once, and has workers run the steps of ready exports.
 //!
 //! ```text
 //!                    a descriptor is ready, a deadline has passed, or a call
@@ -36,8 +35,8 @@ pub type AwaitedFd = Arc<dyn AsFd + Send + Sync>;
 
 /// The control path of one export, as a state machine.
 pub(crate) trait Endpoint: Send {
-    /// Handles due work, and returns when to run next. May be called without work. Never waits for a peer; may wait for
-    /// queues.
+    /// Handles due work, and returns when to run next. May be called without work. May wait for queues, never for
+    /// peers.
     fn step(&mut self) -> EndpointState;
 
     /// Descriptors to wait for in the present state.
@@ -368,8 +367,7 @@ mod tests {
 
     const PATIENCE: Duration = Duration::from_secs(30);
 
-    /// Reads bytes of a peer and reports them: it waits after `w` and reports `W`, panics at `p`, and ends at end of
-    /// file.
+    /// Reads bytes of a peer and reports them: waits after `w` and reports `W`, panics at `p`, ends at end of file.
     struct Reader {
         peer: Arc<UnixStream>,
         told: Sender<u8>,

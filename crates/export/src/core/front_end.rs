@@ -122,7 +122,7 @@ pub enum SessionStep<E> {
     Over(E),
 }
 
-/// How a session ends.
+/// Cause of the end of a session.
 pub enum SessionEnd<E> {
     /// The front-end left, or was disconnected.
     Over(E),
@@ -140,7 +140,7 @@ pub struct ExportConfig<F: FrontEndSession> {
     pub disk: F::Disk,
     /// One for each client queue.
     pub queues: Vec<QueueRemote<F::Queue>>,
-    /// DMA domains for front-end memory: one for each path that maps memory. Empty for a device that uses process
+    /// DMA domains for front-end memory, one for each path that maps memory. Empty if the device uses process
     /// addresses.
     pub domains: Vec<Arc<DmaDomain>>,
 }

@@ -10,8 +10,7 @@ use blkyard_sys::{PollFlags, is_ready};
 use super::log::ExportLog;
 use super::socket::BoundSocket;
 
-/// Waiting time of a second front-end before it is logged: a restarted one may reconnect before its old connection
-/// ends.
+/// Waiting time before a second front-end is logged: one that restarts may reconnect before its old connection ends.
 const GRACE: Duration = Duration::from_millis(300);
 /// Minimum interval of this log line while one front-end is connected.
 const INTERVAL: Duration = Duration::from_mins(1);

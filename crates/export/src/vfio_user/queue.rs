@@ -53,8 +53,7 @@ impl ReplyQueue {
 
     #[cold]
     fn push(&self, cqid: u16, reply: ControllerQueueReply) {
-        // A host reads failures by a log page, which arrives as a message, so it cannot cause a wake-up with each
-        // failure.
+        // A host reads failures by a log page, which arrives as a message, so failures cannot cause wake-ups.
         let is_failure = matches!(reply, ControllerQueueReply::Failed(_));
         let mut replies = self.replies.lock().unwrap_or_else(PoisonError::into_inner);
         if is_failure && replies.len() >= FAILURES_MAX {

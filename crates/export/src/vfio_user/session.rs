@@ -126,8 +126,7 @@ impl VfioUserSession {
         {
             function.update(&self.config)?;
         }
-        // The reply must fit before a command is read: otherwise a client that never reads replies would block the
-        // session.
+        // The reply must fit before a command is read: a client that never reads replies would block the session.
         let lacks_room = !is_ready(&*self.connection, PollFlags::OUT);
         if std::mem::replace(&mut self.lacks_room, lacks_room) != lacks_room
             && let Some((messages, _)) = &self.awaited

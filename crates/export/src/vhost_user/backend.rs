@@ -73,8 +73,7 @@ pub(crate) struct Backend {
     log_eventfd: Option<Arc<EventFd>>,
     /// Negotiated features; empty before negotiation.
     features: Features,
-    /// Negotiated protocol features, and all that were negotiated at any time, since earlier messages may depend on
-    /// them.
+    /// Negotiated protocol features; and all that were ever negotiated, since earlier messages may depend on them.
     protocol: Option<u64>,
     protocol_ever: u64,
     /// Whether writes may need a flush; undefined before negotiation.

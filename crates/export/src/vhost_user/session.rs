@@ -139,8 +139,7 @@ impl FrontEndSession for VhostUserSession {
     }
 
     fn step(&mut self) -> SessionStep<Error> {
-        // The reply must fit before a message is read: otherwise a front-end that never reads replies would block the
-        // session.
+        // The reply must fit before a message is read: a front-end that never reads replies would block the session.
         self.lacks_room = !self.may_answer();
         if self.lacks_room {
             return SessionStep::Waiting;

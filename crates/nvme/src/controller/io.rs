@@ -326,8 +326,7 @@ impl ControllerIoQueue {
         self.vector.filter(|_| is_posted)
     }
 
-    /// Requests doorbell writes from the host before the owner sleeps. Returns whether a command or reply is already
-    /// available.
+    /// Requests doorbell writes from the host before the owner sleeps. Returns whether a command or reply is available.
     pub fn arm(&mut self) -> bool {
         if self.is_stopping || self.next_memory.is_some() {
             return !self.replies.is_empty();

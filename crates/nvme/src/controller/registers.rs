@@ -101,8 +101,7 @@ impl Controller {
             reg::ACQ => halves(addresses.cq)[0],
             0x34 => halves(addresses.cq)[1],
             reg::CRTO => u32::from(READY_500MS),
-            // Interrupt masks apply to pin interrupts, which are not supported; all others are reserved or not
-            // supported.
+            // Interrupt masks apply to pin interrupts, which are not supported; all others are reserved or unsupported.
             _ => 0,
         }
     }

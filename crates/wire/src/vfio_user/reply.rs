@@ -52,7 +52,7 @@ pub enum VfioReply<'a> {
     DeviceReset,
     /// Completed writes.
     RegionWriteMulti {
-        /// How many.
+        /// Number of writes.
         count: u64,
     },
 }

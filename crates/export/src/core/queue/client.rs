@@ -282,8 +282,7 @@ impl<S: QueueSession> ClientQueue<S> {
         }
     }
 
-    /// State for inspection. The first member shows the hardware queue; the others show their settings and their own
-    /// bios.
+    /// State for inspection. The first member shows the hardware queue; all show their settings and their own bios.
     pub(super) fn view<D>(&self, hw: &HwQueue<D>, is_first: bool, now_ns: u64) -> QueueView {
         let mut hw = hw.snapshot(now_ns);
         if !is_first {

@@ -13,12 +13,10 @@
 /// Minimum half: fewer requests are not worth a round.
 const HALF_MIN: usize = 3;
 
-/// Consecutive checks without a submission, after which the client counts as alternating; one on another CPU submits
-/// sooner.
+/// Consecutive checks without a submission after which the client counts as alternating. Others submit sooner.
 const LOOKS_MAX: u16 = 32;
 
-/// Rounds for which a result is valid: checks and unneeded halves then add about a hundredth of their cost to each
-/// round.
+/// Rounds for which a result is valid: checks and unneeded halves then add about a hundredth of their cost per round.
 const ROUNDS_KEPT: u16 = 1024;
 
 /// Pacing state of one queue.

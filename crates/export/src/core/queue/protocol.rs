@@ -127,8 +127,8 @@ impl<D, S: QueueSession> BioFeed<'_, D, S> {
         self.bios.put_back(bio);
     }
 
-    /// Submits a bio; `pending` is returned at its [end](QueueSession::end). The core owns its cookie, submitter and
-    /// stream.
+    /// Submits a bio; `pending` is returned at its [end](QueueSession::end). Its cookie, submitter and stream belong to
+    /// the core.
     #[inline(always)]
     pub fn submit(&mut self, bio: Box<Bio>, pending: S::Pending) {
         self.bios.keep(&bio, pending);

@@ -276,8 +276,7 @@ pub fn queue_pair<S: QueueSession>() -> (QueueRemote<S>, QueuePort<S>) {
     (QueueRemote { commands: CommandSender { state }, on_demand: None }, port)
 }
 
-/// Makes the control path's end of a queue that `host` serves from the first start of its ring to the end of each
-/// session.
+/// Makes the control path's end of a queue that `host` serves from the first start of its ring to a session's end.
 pub fn on_demand_queue<S: QueueSession>(host: Box<dyn QueueHost<S>>) -> QueueRemote<S> {
     let queue = RemoteState::new();
     let on_demand = OnDemand { host, queue: Arc::clone(&queue), poller: Mutex::default() };

@@ -7,8 +7,7 @@ use blkyard_mq::HwSnapshot;
 pub struct QueueView {
     /// Position of its ring; `None` without a running session.
     pub ring: Option<RingView>,
-    /// The hardware queue, as shown by its first client queue. Other client queues show its settings and their own
-    /// bios.
+    /// The hardware queue, as shown by its first client queue. The others show its settings and their own bios.
     pub hw: HwSnapshot,
     /// Whether the queue drains and fetches no more.
     pub is_suspending: bool,

@@ -24,8 +24,7 @@ impl Backend {
         self.change_log(|ours| ours.log = log.map(Arc::new))
     }
 
-    /// Handles the message with the log's eventfd. Returns the reply, if requested, and whether the session can
-    /// continue.
+    /// Handles the message with the log's eventfd. Returns the requested reply, and whether the session can continue.
     pub(crate) fn handle_log_eventfd(&mut self, message: &Message) -> (Message, Result<()>) {
         let outcome = self.set_log_eventfd(message);
         let acknowledges = VhostUserProtocolFeatures::REPLY_ACK.bits();

@@ -88,8 +88,7 @@ impl Backend {
         Ok(running)
     }
 
-    /// Suspends the running ones of these rings concurrently. A ring whose lane has ended does not keep others from
-    /// draining.
+    /// Suspends the running ones of these rings concurrently. The end of one ring's lane does not affect the others.
     fn suspend_these(&mut self, indexes: &[usize]) -> Result<()> {
         let running = indexes.iter().copied().filter(|index| self.vrings[*index].running);
         let asked: Vec<_> = running.map(|index| (index, self.config.queues[index].suspend())).collect();
