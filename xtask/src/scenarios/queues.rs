@@ -42,7 +42,6 @@ const TASK: &str = "set -e
 
 fn guest(ground: &ScenarioContext) -> Result<()> {
     // As many CPUs as queues, since a driver takes no more. Two CPUs boot and the others start later, which is faster.
-    // faster.
     let mut vm = Vm::new(ground.guest, 16).online(2);
     let (mut images, mut exports) = (Vec::<Image>::new(), Vec::new());
     for (number, queues) in QUEUES.into_iter().enumerate() {

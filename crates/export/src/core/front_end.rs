@@ -66,10 +66,10 @@ pub trait FrontEndSession: Sized + Send + 'static {
     /// A session that has received no message yet.
     fn accept(connection: Accepted, reserve: Self::Reserve, config: ExportConfig<Self>, log: &Arc<ExportLog>) -> Self;
 
-    /// A session from its handover state. No queue runs before it [begins](FrontEndSession::begin).
     /// A session from its handover state. No queue runs before [`begin`](FrontEndSession::begin).
+    ///
     /// # Errors
-    /// The state is impossible here.
+    /// The state is invalid for this export.
     fn resume(
         state: Self::State,
         reserve: Self::Reserve,
