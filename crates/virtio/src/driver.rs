@@ -245,12 +245,6 @@ impl DriverRing {
         either!(self, ring => ring.arm())
     }
 
-    /// Asks the device for a call when it has used three quarters of the chains in flight, if it can count (event
-    /// index); otherwise with the next chain. True if any is used already: then there may be no call.
-    pub fn arm_delayed(&mut self) -> bool {
-        either!(self, ring => ring.arm_delayed())
-    }
-
     /// Tells the device that we poll. A hint: calls may come nevertheless.
     pub fn disarm(&mut self) {
         either!(self, ring => ring.disarm());

@@ -224,32 +224,6 @@ fn a_batch_is_one_kick_and_a_device_that_looks_by_itself_needs_none() {
 }
 
 #[test]
-fn a_driver_that_waits_for_most_is_called_once_for_most() {
-    for features in formats().filter(|features| features.contains(Features::EVENT_IDX)) {
-        for (chains, calls_at) in [(1, 1), (2, 2), (4, 4), (8, 7)] {
-            let mut rig = Rig::fresh(features | Features::INDIRECT_DESC, 16);
-            // The first publish of a device calls in any case.
-            let buffers = rig.buffers(0, &[16], &[1]);
-            rig.driver.add(15, &buffers).unwrap();
-            let _ = rig.driver.publish();
-            let (head, _) = rig.fetch().unwrap();
-            rig.device.complete(head, 1);
-            let _ = rig.device.publish();
-            rig.driver.poll().unwrap();
-            (0..chains).for_each(|token| rig.driver.add(token, &buffers).unwrap());
-            let _ = rig.driver.publish();
-            assert!(!rig.driver.arm_delayed());
-            for done in 1..=chains {
-                let (head, _) = rig.fetch().unwrap();
-                rig.device.complete(head, 1);
-                assert_eq!(rig.device.publish(), done == calls_at, "{features:?}: {done} of {chains}");
-            }
-            assert!(rig.driver.arm_delayed(), "some are there");
-        }
-    }
-}
-
-#[test]
 #[should_panic(expected = "token 3 is in flight")]
 fn a_token_is_used_by_one_chain_at_a_time() {
     let mut rig = Rig::fresh(Features::INDIRECT_DESC, 4);

@@ -241,22 +241,9 @@ impl PackedDriver {
 
     /// See [`DriverRing::arm`](super::DriverRing::arm).
     pub fn arm(&mut self) -> bool {
-        self.arm_at(self.used)
-    }
-
-    /// See [`DriverRing::arm_delayed`](super::DriverRing::arm_delayed).
-    pub fn arm_delayed(&mut self) -> bool {
-        let out = self.out();
-        let mut event = self.used;
-        event.advance(out - out.div_ceil(4), self.size);
-        self.arm_at(event)
-    }
-
-    /// Asks for a call when the device's position passes `event`.
-    fn arm_at(&mut self, event: Position) -> bool {
         // The mirror image of the device's publish, as in `SplitDriver::arm`. Position and flags are one word, so
         // that no device sees the one without the other. [2.8.10]
-        let request = if self.event_idx { request::DESC << 16 | u32::from(event.word()) } else { request::ENABLE };
+        let request = if self.event_idx { request::DESC << 16 | u32::from(self.used.word()) } else { request::ENABLE };
         self.layout.avail.store_u32(0, request, SeqCst);
         let rest = self.layout.desc.load_u64(self.used.offset() + REST, SeqCst);
         self.published != self.taken && !self.used.is_available(rest)

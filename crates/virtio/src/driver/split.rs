@@ -258,22 +258,11 @@ impl SplitDriver {
 
     /// See [`DriverRing::arm`](super::DriverRing::arm).
     pub fn arm(&mut self) -> bool {
-        self.arm_at(self.last_used)
-    }
-
-    /// See [`DriverRing::arm_delayed`](super::DriverRing::arm_delayed).
-    pub fn arm_delayed(&mut self) -> bool {
-        let out = self.published.wrapping_sub(self.last_used);
-        self.arm_at(self.last_used.wrapping_add(out - out.div_ceil(4)))
-    }
-
-    /// Asks for a call when the used index passes `event`.
-    fn arm_at(&mut self, event: u16) -> bool {
         // The mirror image of `SplitRing::publish`: we store our request, then load the index; the device stores the
         // index, then loads our request. [2.7.7.1]
         if self.event_idx {
             let place = RING + usize::from(self.size) * AVAIL_ELEMENT;
-            self.layout.avail.store_u16(place, event, SeqCst);
+            self.layout.avail.store_u16(place, self.last_used, SeqCst);
         } else {
             self.layout.avail.store_u16(FLAGS, 0, SeqCst);
         }
