@@ -201,9 +201,12 @@ impl<T: ControllerTransport> HostController<T> {
         self.queues.iter().any(|queue| queue.run == run)
     }
 
-    /// Writes the doorbell registers of an I/O queue, for a transport that does not share them. The queue's owner
-    /// requests this when the queue reports a register write.
+    /// Writes the doorbell registers of an I/O queue, for a transport that does not share them. Its owner has this done
+    /// when the queue says that a register was written. Of a queue that the controller does not have they mean nothing.
     pub fn forward_doorbells(&mut self, qid: u16, now_ns: u64) {
+        if !self.queue_mut(qid).is_some_and(|queue| queue.is_created()) {
+            return;
+        }
         let Some(registers) = self.registers.as_ref().filter(|_| self.transport.doorbells().is_none()) else { return };
         let stride = self.capabilities.doorbell_stride;
         for at in [sq_doorbell(qid, stride), cq_doorbell(qid, stride)] {

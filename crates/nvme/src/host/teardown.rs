@@ -178,13 +178,13 @@ impl<T: ControllerTransport> HostController<T> {
                 }
             }
         }
-        self.clear_private_doorbells();
         self.cancel_queues();
         self.phase = HostPhase::Cancel;
     }
 
-    /// Zeroes the doorbell memory of a controller that does not share it. Its registers are zero when the queues are
-    /// created again, and a stale index must not be [forwarded](HostController::forward_doorbells) then.
+    /// Zeroes doorbell registers that the controller does not share: its own are zero when the queues are created anew,
+    /// and an old index must not be [forwarded](HostController::forward_doorbells) then. Queues that cancel still reap
+    /// completions, and write the head of their completion ring; afterwards they write no doorbell before they start.
     fn clear_private_doorbells(&self) {
         if let Some(registers) = self.registers.as_ref().filter(|_| self.transport.doorbells().is_none()) {
             for at in (0..registers.len()).step_by(size_of::<u32>()) {
@@ -196,6 +196,7 @@ impl<T: ControllerTransport> HostController<T> {
     /// Continues once no request is in flight.
     fn down(&mut self, now_ns: u64) {
         self.counts = None;
+        self.clear_private_doorbells();
         if !self.is_ending && self.wants_suspend {
             self.phase = HostPhase::Idle;
             self.events.push_back(HostEvent::Suspended);

@@ -9,7 +9,7 @@ use blkyard_mem::{DmaDomain, Region, View};
 use blkyard_mq::{Bio, DeviceInfo, Op, QueueLimits, Status};
 use blkyard_nvme::{
     Controller, ControllerIoQueue, ControllerOptions, ControllerQueueReply, ControllerRequest, ControllerState,
-    NamespaceTable, NextBio, NvmeHostConfig, ServedNamespace,
+    IoQueueCommand, NamespaceTable, NextBio, NvmeHostConfig, ServedNamespace,
 };
 
 use crate::peer::{PAGE, Peer, Transport, map_of};
@@ -261,6 +261,50 @@ fn doorbells_that_are_not_shared_begin_anew_after_a_reset() {
         rig.host.reset(rig.now_ns);
         rig.run(|rig| rig.host.state() == ControllerState::Live, 200 * S);
     }
+}
+
+#[test]
+fn completions_reaped_during_a_reset_leave_no_head_behind() {
+    let transport = RealController::transport();
+    transport.fake.borrow_mut().shares_doorbells = false;
+    let mut rig = Rig::live(transport, NvmeHostConfig { ring_entries: 32, has_shadow: false, ..config(1) });
+    for block in 0..9 {
+        rig.submit(1, 0, Op::Write, block).unwrap();
+    }
+    rig.turn_queue(1);
+    let now_ns = rig.now_ns;
+    rig.host.forward_doorbells(1, now_ns);
+    rig.turn_fake();
+    // All are complete, and their queue has no turn until it cancels.
+    rig.host.reset(now_ns);
+    while rig.ended.is_empty() {
+        rig.turn_fake();
+        rig.advance_host();
+        while let Some((_, command)) = rig.commands.first().copied() {
+            rig.deliver_command(0);
+            if command == IoQueueCommand::Cancel {
+                rig.turn_queue(1);
+            }
+        }
+        while !rig.reports.is_empty() {
+            rig.deliver_report(0);
+        }
+        rig.pass();
+    }
+    assert_eq!(rig.ended.len(), 9);
+    rig.run(|rig| rig.host.state() == ControllerState::Live, 200 * S);
+    for block in 0..3 {
+        rig.submit(1, 0, Op::Read, block).unwrap();
+    }
+    for _ in 0..50 {
+        rig.round();
+        let now_ns = rig.now_ns;
+        rig.host.forward_doorbells(1, now_ns);
+        rig.pass();
+    }
+    // A head before the queue's first completion is a fault of the host.
+    rig.check();
+    assert_eq!(rig.ended.len(), 12);
 }
 
 #[test]
