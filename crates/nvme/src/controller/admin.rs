@@ -140,6 +140,7 @@ impl Controller {
             Arc::clone(&shared),
         );
         self.cqs[usize::from(qid)] = Some(IoCompletionQueue { shared, is_deleting: false });
+        self.features.queue_created();
         self.requests.push_back(ControllerRequest::Create(Box::new(queue)));
         Ok(AdminOutcome::Done(0))
     }
@@ -310,7 +311,6 @@ impl Controller {
     fn feature_context(&self) -> FeatureContext {
         FeatureContext {
             has_cache: self.namespaces.iter().any(|namespace| namespace.has_cache),
-            has_queues: self.cqs.iter().any(Option::is_some) || self.sqs.iter().any(Option::is_some),
             identifiers: self.namespaces.identifiers(),
             now_ns: self.now_ns,
         }

@@ -47,9 +47,7 @@ enum FeatureSelect {
 pub(crate) struct FeatureContext {
     /// Whether any namespace has a volatile cache.
     pub(crate) has_cache: bool,
-    /// Whether an I/O queue exists.
-    pub(crate) has_queues: bool,
-    /// Maximum valid namespace identifier.
+    /// Largest valid namespace identifier.
     pub(crate) identifiers: u32,
     pub(crate) now_ns: u64,
 }
@@ -78,6 +76,8 @@ pub(crate) struct Features {
     /// Maximum I/O submission and completion queues of the host.
     queues: [u16; 2],
     queues_max: u16,
+    /// An I/O queue was created since the reset: their number is fixed until the next one.
+    had_queues: bool,
     coalescing: u32,
     /// Coalescing disabled, by vector.
     vectors: Vec<bool>,
@@ -97,6 +97,7 @@ impl Features {
             write_cache: true,
             queues: [queues_max; 2],
             queues_max,
+            had_queues: false,
             coalescing: 0,
             vectors: vec![false; usize::from(vectors)],
             atomicity: 0,
@@ -111,7 +112,12 @@ impl Features {
         self.queues
     }
 
-    /// Keep-alive timeout, ns, if set.
+    /// An I/O queue was created.
+    pub(crate) fn queue_created(&mut self) {
+        self.had_queues = true;
+    }
+
+    /// Keep-alive timeout, ns, if there is one.
     pub(crate) fn keep_alive_ns(&self) -> Option<u64> {
         (self.keep_alive_ms > 0).then(|| u64::from(self.keep_alive_ms) * NANOS_PER_MILLI)
     }
@@ -153,7 +159,7 @@ impl Features {
                 if wanted.contains(&u16::MAX) {
                     return Err(invalid);
                 }
-                if context.has_queues {
+                if self.had_queues {
                     return Err(NvmeStatus::COMMAND_SEQUENCE.with_dnr());
                 }
                 self.queues = wanted.map(|wanted| (wanted + 1).min(self.queues_max));

@@ -1,8 +1,9 @@
 //! Bring-up: from a controller in any state to a live one, command by command.
 //!
-//! Order: memory of the admin queue, registers, Identify Controller, limits, number of queues, shadow doorbells, I/O
-//! queues, events, keep-alive, namespaces. If the controller rejects an I/O queue, all are deleted and fewer are
-//! requested, so that the split into kinds matches the final number.
+//! Memory of the admin queue, registers, Identify Controller, limits, number of queues, shadow doorbells, I/O queues,
+//! events, keep-alive, namespaces. If the controller rejects an I/O queue, all are deleted and fewer are created, so
+//! that the split into kinds is made for the number there is. Their number was granted before, and can be asked for
+//! only until the first one is created.
 
 use blkyard_mem::View;
 use blkyard_mq::QueueCounts;
@@ -200,7 +201,7 @@ impl<T: ControllerTransport> HostController<T> {
                 }
             }
             SetupStep::CreateCq(qid) | SetupStep::CreateSq(qid) => {
-                // The controller accepts no more than the previous queues, so these are requested next.
+                // The controller accepts no more than the previous ones: these are created next.
                 self.asked = qid - 1;
                 self.set_up(SetupStep::DeleteSq(qid), now_ns);
             }
@@ -279,11 +280,10 @@ impl<T: ControllerTransport> HostController<T> {
             }
             SetupStep::DeleteCq(qid) => {
                 self.queue_mut(qid).into_iter().for_each(|queue| queue.has_cq = false);
-                match (qid > 1, self.asked) {
-                    (true, _) => SetupStep::DeleteCq(qid - 1),
-                    (false, 0) => return self.plan(0, now_ns),
-                    (false, _) => SetupStep::QueueCount,
+                if qid <= 1 {
+                    return self.plan(self.asked, now_ns);
                 }
+                SetupStep::DeleteCq(qid - 1)
             }
             other => other,
         };

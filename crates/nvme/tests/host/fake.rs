@@ -62,7 +62,9 @@ pub struct FakeController {
     /// Number of granted I/O queues; if unset, the feature fails.
     pub grant: Option<u16>,
     granted: u16,
-    /// First rejected queue identifier.
+    /// An I/O queue was created since the reset.
+    had_queues: bool,
+    /// Queues from this one on are rejected.
     pub reject_from: Option<u16>,
     /// By opcode: index of the command that is not answered.
     pub ignored: HashMap<u8, u32>,
@@ -152,6 +154,7 @@ impl FakeTransport {
             has_active_list: true,
             grant: Some(8),
             granted: 0,
+            had_queues: false,
             reject_from: None,
             ignored: HashMap::new(),
             ignored_tokens: vec![],
@@ -207,6 +210,7 @@ impl FakeController {
         self.pending.clear();
         self.shadow = None;
         self.event = None;
+        self.had_queues = false;
     }
 
     fn set_config(&mut self, value: u32) {
@@ -310,6 +314,7 @@ impl FakeController {
         let (status, result) = match sqe.opcode() {
             admin::IDENTIFY => (self.identify(sqe), 0),
             admin::SET_FEATURES if sqe.dword(10) as u8 == feature::QUEUES => match self.grant {
+                Some(_) if self.had_queues => (NvmeStatus::COMMAND_SEQUENCE.with_dnr(), 0),
                 Some(queues) => {
                     let asked = (sqe.dword(11) & 0xffff) as u16 + 1;
                     self.granted = queues.min(asked);
@@ -408,6 +413,7 @@ impl FakeController {
             self.violations.push(format!("queue {qid} was created beyond what was granted"));
         }
         let addr = sqe.data()[0];
+        self.had_queues = true;
         if sqe.opcode() == admin::CREATE_CQ {
             let is_new = self.cqs.insert(qid, (addr, entries)).is_none();
             return if is_new { NvmeStatus::SUCCESS } else { NvmeStatus::INVALID_QID.with_dnr() };
