@@ -194,6 +194,8 @@ impl ControllerStatus {
     }
 }
 
+/// CSTS.NSSRO: cleared by writing one.
+pub const SUBSYSTEM_RESET: u32 = 1 << 4;
 /// CSTS.SHST: a shutdown is running.
 pub const SHUTDOWN_RUNNING: u8 = 1;
 /// CSTS.SHST: a shutdown is complete.

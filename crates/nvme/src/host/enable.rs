@@ -6,7 +6,8 @@
 use crate::host::disable::{Disable, poll_at};
 use crate::host::{ControllerTransport, DeviceGone, HostStep, NvmeHostError};
 use crate::registers::{
-    ACQ, AQA, ASQ, CAP, CC, CRTO, Capabilities, ControllerConfig, ControllerStatus, admin_queue_attributes,
+    ACQ, AQA, ASQ, CAP, CC, CRTO, CSTS, Capabilities, ControllerConfig, ControllerStatus, SUBSYSTEM_RESET,
+    admin_queue_attributes,
 };
 use crate::{PAGE, QueueRings};
 
@@ -100,6 +101,10 @@ impl Enable {
     fn start<T: ControllerTransport + ?Sized>(&mut self, transport: &mut T, now_ns: u64) -> Result<u64, NvmeHostError> {
         let cap = capabilities(transport)?;
         check(cap)?;
+        if cap.subsystem_reset && transport.status()?.subsystem_reset {
+            // It survives a disabled controller, and would be taken for another reset of the subsystem.
+            transport.write32(CSTS, SUBSYSTEM_RESET)?;
+        }
         let AdminRings { sq_addr, cq_addr, entries } = self.rings;
         transport.write32(AQA, admin_queue_attributes(entries, entries))?;
         transport.write64(ASQ, sq_addr)?;

@@ -317,7 +317,7 @@ impl<T: ControllerTransport> HostController<T> {
         }
         match self.transport.status() {
             Err(gone) => self.end(gone.into(), now_ns),
-            Ok(status) if status.fatal || status.subsystem_reset => {
+            Ok(status) if status.fatal || status.subsystem_reset && self.capabilities.subsystem_reset => {
                 self.reset(now_ns);
             }
             Ok(_) => {}

@@ -117,6 +117,19 @@ fn a_fatal_status_resets_at_the_first_late_command() {
 }
 
 #[test]
+fn a_subsystem_reset_resets_the_controller_once() {
+    for (is_supported, resets) in [(true, 1), (false, 0)] {
+        let mut rig = slow(1, |fake| fake.cap.subsystem_reset = is_supported);
+        rig.fake.borrow_mut().subsystem_reset = true;
+        for _ in 0..3 {
+            rig.host.check(rig.now_ns);
+            rig.run(|rig| rig.host.state() == ControllerState::Live, 100 * S);
+        }
+        assert_eq!(rig.fake.borrow().enables, 1 + resets, "supported: {is_supported}");
+    }
+}
+
+#[test]
 fn a_reset_deletes_disables_and_sends_again_in_order() {
     let mut rig = slow(2, |_| ());
     for block in 0..10 {

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use blkyard_mem::{DmaDomain, Region, View};
 use blkyard_mq::{Bio, Op};
 use blkyard_nvme::registers::{
-    ACQ, AQA, ASQ, CAP, CC, CRTO, CSTS, Capabilities, ControllerConfig, ControllerStatus, DOORBELLS,
+    ACQ, AQA, ASQ, CAP, CC, CRTO, CSTS, Capabilities, ControllerConfig, ControllerStatus, DOORBELLS, SUBSYSTEM_RESET,
     admin_queue_entries,
 };
 use blkyard_nvme::{
@@ -47,6 +47,8 @@ pub struct FakeController {
     pub never_ready: bool,
     pub never_idle: bool,
     pub fatal: bool,
+    /// The subsystem was reset, and the host has not cleared that.
+    pub subsystem_reset: bool,
     pub gone: bool,
     /// Whether it may still transfer data although it is gone, like a hanging process.
     pub lingers: bool,
@@ -141,6 +143,7 @@ impl FakeTransport {
             never_ready: false,
             never_idle: false,
             fatal: false,
+            subsystem_reset: false,
             gone: false,
             lingers: false,
             can_reset_function: false,
@@ -519,8 +522,10 @@ impl Peer for FakeController {
             CAP => cap as u32,
             offset if offset == CAP + 4 => (cap >> 32) as u32,
             CC => self.config,
-            CSTS => ControllerStatus { ready: self.ready, fatal: self.fatal, shutdown, ..ControllerStatus::default() }
-                .bits(),
+            CSTS => {
+                let (ready, fatal, subsystem_reset) = (self.ready, self.fatal, self.subsystem_reset);
+                ControllerStatus { ready, fatal, shutdown, subsystem_reset, ..ControllerStatus::default() }.bits()
+            }
             CRTO => self.crto,
             other => panic!("register {other:#x}"),
         }
@@ -533,6 +538,7 @@ impl Peer for FakeController {
         match offset {
             _ if self.gone => {}
             CC => self.set_config(value),
+            CSTS => self.subsystem_reset &= value & SUBSYSTEM_RESET == 0,
             AQA => self.aqa = value,
             ASQ => half(&mut self.asq, 0),
             at if at == ASQ + 4 => half(&mut self.asq, 32),
