@@ -160,12 +160,17 @@ impl<P> AdminQueue<P> {
 
     /// Sends the Asynchronous Event Request, unless it is pending.
     pub(crate) fn arm_event(&mut self) {
-        if self.pair.cid(EVENT_SLOT).is_none() {
+        if !self.awaits_event() {
             self.pair.push(EVENT_SLOT, Sqe::new(admin::ASYNC_EVENT, 0));
         }
     }
 
-    /// Announces sent commands to the controller. Returns false if it is gone.
+    /// Whether the Asynchronous Event Request is out.
+    pub(crate) fn awaits_event(&self) -> bool {
+        self.pair.cid(EVENT_SLOT).is_some()
+    }
+
+    /// Announces sent commands to the controller. False if it is gone.
     pub(crate) fn announce<T: ControllerTransport + ?Sized>(&mut self, transport: &mut T) -> bool {
         !self.pair.announce() || self.forward(transport, sq_doorbell(0, self.stride))
     }

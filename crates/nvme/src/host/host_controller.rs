@@ -1,8 +1,9 @@
 //! A controller on its host's side: bring-up, monitoring, reset and removal.
 //!
-//! Owned by one thread, which calls [`HostController::advance`] after the admin queue's interrupt, at the returned time
-//! and after each call of another method. The owners of I/O queues are other threads. They receive commands by
-//! [`HostEvent::Queue`], and their reports are passed to this type.
+//! Owned by one thread, which calls [`HostController::advance`] when the admin queue's interrupt has come, when the
+//! returned time is reached and after each call of another method. Without interrupts the returned time is that of the
+//! next poll. The owners of I/O queues are other threads. They get
+//! commands by [`HostEvent::Queue`], and their reports are passed on.
 //!
 //! ```text
 //!   New ──▶ Connecting ──────────────▶ Live ──▶ Resetting ──┐
@@ -34,7 +35,12 @@ use crate::host::{
 use crate::registers::Capabilities;
 use crate::{Doorbells, IDENTIFY_BYTES, IdentifyController, IoQueue, IoQueueCommand, NvmeStatus, PAGE, Sqe};
 
-/// Configuration of a controller.
+/// Polling interval of the admin queue of a controller without interrupts, ns: while commands are in flight, and
+/// while only an asynchronous event is awaited.
+const ADMIN_POLL_NS: u64 = 1_000_000;
+const EVENT_POLL_NS: u64 = 1_000_000_000;
+
+/// How a controller is used.
 #[derive(Clone, Copy, Debug)]
 pub struct NvmeHostConfig {
     /// Requested I/O queues.
@@ -361,10 +367,23 @@ impl<T: ControllerTransport> HostController<T> {
                 self.end(DeviceGone.into(), now_ns);
                 continue;
             }
-            let admin = self.admin.as_ref().filter(|_| !self.is_mute).and_then(AdminQueue::deadline_ns);
+            let admin = self.admin_due_ns(now_ns);
             let keep_alive = self.keep_alive.as_ref().map(KeepAlive::due_ns);
             return [deadline_ns, admin, keep_alive].into_iter().flatten().min();
         }
+    }
+
+    /// When the admin queue must be polled next.
+    fn admin_due_ns(&self, now_ns: u64) -> Option<u64> {
+        let admin = self.admin.as_ref().filter(|_| !self.is_mute)?;
+        let deadline_ns = admin.deadline_ns();
+        let poll_ns = match deadline_ns {
+            _ if self.transport.vectors() > 0 => None,
+            Some(_) => Some(ADMIN_POLL_NS),
+            None => admin.awaits_event().then_some(EVENT_POLL_NS),
+        };
+        let poll_ns = poll_ns.map(|poll_ns| now_ns.saturating_add(poll_ns));
+        [deadline_ns, poll_ns].into_iter().flatten().min()
     }
 
     /// Handles completions of the admin queue.

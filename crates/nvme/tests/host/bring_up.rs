@@ -7,7 +7,7 @@ use blkyard_nvme::{
 };
 
 use crate::fake::{FakeTransport, namespace};
-use crate::rig::{Rig, S, config};
+use crate::rig::{MS, Rig, S, config};
 
 fn live(change: impl FnOnce(&mut crate::fake::FakeController), config: NvmeHostConfig) -> Rig {
     let transport = FakeTransport::new();
@@ -237,6 +237,19 @@ fn a_keep_alive_is_sent_at_half_its_time() {
         rig.run(|rig| rig.host.state() == ControllerState::Resetting, 20 * S);
         rig.fake.borrow_mut().mute = false;
         rig.run(|rig| rig.host.state() == ControllerState::Live, 100 * S);
+    }
+}
+
+#[test]
+fn an_admin_queue_without_interrupts_is_polled() {
+    for (vectors, command_ns, event_ns) in [(0, Some(MS), Some(S)), (3, Some(30 * S), None)] {
+        let mut rig = live(|fake| fake.vectors = vectors, config(1));
+        rig.round();
+        let due_ns = |rig: &mut Rig| rig.host.advance(rig.now_ns).map(|due_ns| due_ns - rig.now_ns);
+        assert_eq!(due_ns(&mut rig), event_ns, "{vectors} vectors");
+        let sqe = Sqe::feature(admin::GET_FEATURES, feature::WRITE_CACHE, 0);
+        rig.host.submit_admin(sqe, AdminData::None, 1, 30 * S, rig.now_ns).unwrap();
+        assert_eq!(due_ns(&mut rig), command_ns, "{vectors} vectors");
     }
 }
 

@@ -146,9 +146,7 @@ fn a_reset_deletes_disables_and_sends_again_in_order() {
     };
     let (sq, cq) = (admin::DELETE_SQ, admin::DELETE_CQ);
     assert_eq!(deletes, [sq, sq, cq, cq]);
-    for _ in 0..4 {
-        rig.round();
-    }
+    rig.run(|rig| rig.fake.borrow().pending.len() == 10, S);
     let again: Vec<u64> = rig.fake.borrow().pending.iter().map(|io| io.sqe.slba() / 8).collect();
     assert_eq!(again, (0..10).collect::<Vec<_>>());
     prompt(&rig);
