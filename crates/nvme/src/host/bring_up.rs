@@ -61,26 +61,24 @@ impl<T: ControllerTransport> HostController<T> {
     pub(crate) fn connect(&mut self, now_ns: u64) {
         self.is_mute = false;
         if let Some(admin) = &self.admin {
-            self.phase = HostPhase::Enable { enable: Enable::new(admin.rings()), memory: None };
+            self.phase = HostPhase::Enable(Enable::new(admin.rings()));
             return;
         }
         match AdminMemory::new(&self.transport) {
-            Ok(memory) => self.phase = HostPhase::Map { memory, until_ns: now_ns.saturating_add(ADMIN_TIMEOUT_NS) },
+            Ok(memory) => {
+                self.admin_memory = Some(memory);
+                self.phase = HostPhase::Map { until_ns: now_ns.saturating_add(ADMIN_TIMEOUT_NS) };
+            }
             Err(error) => self.end(error, now_ns),
         }
     }
 
     /// Waits for the memory of the admin queue to be mapped.
     pub(crate) fn step_map(&mut self, now_ns: u64) -> Result<Option<u64>, PhaseChanged> {
-        let HostPhase::Map { memory, until_ns } = std::mem::replace(&mut self.phase, HostPhase::Idle) else {
-            return Ok(None);
-        };
-        match memory.rings(&self.transport) {
-            Some(rings) => self.phase = HostPhase::Enable { enable: Enable::new(rings), memory: Some(memory) },
-            None if now_ns < until_ns => {
-                self.phase = HostPhase::Map { memory, until_ns };
-                return Ok(Some(until_ns));
-            }
+        let HostPhase::Map { until_ns } = self.phase else { return Ok(None) };
+        match self.admin_memory.as_ref().and_then(|memory| memory.rings(&self.transport)) {
+            Some(rings) => self.phase = HostPhase::Enable(Enable::new(rings)),
+            None if now_ns < until_ns => return Ok(Some(until_ns)),
             None => self.end(NvmeHostError::Memory, now_ns),
         }
         Err(PhaseChanged)
@@ -88,9 +86,9 @@ impl<T: ControllerTransport> HostController<T> {
 
     /// Continues after the controller is enabled.
     pub(crate) fn enabled(&mut self, now_ns: u64) {
-        let HostPhase::Enable { enable, memory } = std::mem::replace(&mut self.phase, HostPhase::Idle) else { return };
+        let HostPhase::Enable(enable) = &self.phase else { return };
         self.capabilities = enable.capabilities();
-        if let Some(memory) = memory {
+        if let Some(memory) = &self.admin_memory {
             let shared = self.transport.doorbells();
             let is_forwarded = shared.is_none();
             let registers = shared.map_or_else(|| self.private_doorbells(), Ok);
@@ -104,7 +102,8 @@ impl<T: ControllerTransport> HostController<T> {
                 return self.end(NvmeHostError::Memory, now_ns);
             }
             self.registers = Some(registers.clone());
-            self.admin = Some(AdminQueue::new(memory, rings, registers, is_forwarded, stride));
+            let memory = self.admin_memory.take();
+            self.admin = memory.map(|memory| AdminQueue::new(memory, rings, registers, is_forwarded, stride));
         }
         self.set_up(SetupStep::Identify, now_ns);
     }

@@ -130,13 +130,9 @@ pub(crate) enum HostPhase {
     Idle,
     /// Waiting for the memory of the admin queue to be mapped.
     Map {
-        memory: AdminMemory,
         until_ns: u64,
     },
-    Enable {
-        enable: Enable,
-        memory: Option<AdminMemory>,
-    },
+    Enable(Enable),
     Setup(SetupStep),
     /// Waiting for all I/O queues to stop. Until then requests in flight may complete, within the time limit.
     Stop {
@@ -167,7 +163,9 @@ pub struct HostController<T> {
     pub(crate) is_mute: bool,
     pub(crate) error: Option<NvmeHostError>,
     pub(crate) admin: Option<AdminQueue<AdminPurpose>>,
-    /// Doorbell registers, or memory in their place.
+    /// Memory of the admin queue until there is one; the controller may be enabled with it.
+    pub(crate) admin_memory: Option<AdminMemory>,
+    /// Doorbells, or memory in their place.
     pub(crate) registers: Option<View>,
     pub(crate) doorbells: Option<Doorbells>,
     pub(crate) has_shadow: bool,
@@ -201,6 +199,7 @@ impl<T: ControllerTransport> HostController<T> {
             is_mute: false,
             error: None,
             admin: None,
+            admin_memory: None,
             registers: None,
             doorbells: None,
             has_shadow: false,
@@ -458,7 +457,7 @@ impl<T: ControllerTransport> HostController<T> {
         match &mut self.phase {
             HostPhase::Idle | HostPhase::Setup(_) => Ok(None),
             HostPhase::Map { .. } => self.step_map(now_ns),
-            HostPhase::Enable { enable, .. } => match enable.advance(&mut self.transport, now_ns) {
+            HostPhase::Enable(enable) => match enable.advance(&mut self.transport, now_ns) {
                 HostStep::Wait { deadline_ns } => Ok(Some(deadline_ns)),
                 HostStep::Done => {
                     self.enabled(now_ns);

@@ -178,6 +178,7 @@ impl<T: ControllerTransport> HostController<T> {
                 }
             }
         }
+        self.admin_memory = None;
         self.cancel_queues();
         self.phase = HostPhase::Cancel;
     }

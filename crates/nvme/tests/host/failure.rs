@@ -2,7 +2,8 @@
 
 use blkyard_mq::{Op, Status};
 use blkyard_nvme::{
-    ControllerState, HostEvent, IoQueueCommand, LateAction, NvmeHostError, NvmeStatus, RETRIES_MAX, admin,
+    ControllerState, ControllerTransport, HostEvent, IoQueueCommand, LateAction, NvmeHostError, NvmeStatus,
+    RETRIES_MAX, admin,
 };
 
 use crate::fake::{FakeController, FakeTransport, namespace};
@@ -186,6 +187,29 @@ fn buffers_stay_lent_until_the_controller_is_silent() {
     assert!(transfers > 1000, "it was looked at all the time");
     rig.finish();
     assert_eq!(statuses(&rig), [Status::Io; 10]);
+}
+
+#[test]
+fn admin_memory_stays_until_the_controller_is_silent() {
+    // The buffer of the test is one region, the admin queue another.
+    let mapped = |rig: &mut Rig| (rig.host.transport().dma_domain().regions().len(), rig.fake.borrow().is_silent());
+    let mut rig = Rig::new(FakeTransport::new(), config(1));
+    rig.host.start(rig.now_ns);
+    rig.advance_host();
+    // It becomes ready, and is removed before its host has noticed.
+    rig.now_ns += S;
+    rig.turn_fake();
+    assert_eq!(mapped(&mut rig), (2, false));
+    rig.fake.borrow_mut().never_idle = true;
+    rig.host.remove(rig.now_ns);
+    for _ in 0..5 {
+        rig.round();
+        assert_eq!(mapped(&mut rig), (2, false));
+        rig.pass();
+    }
+    rig.fake.borrow_mut().never_idle = false;
+    rig.run(|rig| !rig.host.is_busy(), 100 * S);
+    assert_eq!(mapped(&mut rig), (1, true));
 }
 
 #[test]
