@@ -3,8 +3,10 @@
 //! Owned by one thread. A command is identified by its slot, chosen by the owner: the index of its tag. Its identifier
 //! (cid) is the slot and four bits of a sequence that advances with each use of the slot.
 //!
-//! The controller is not trusted. Each completion is read once and checked against the slot before use. An invalid
-//! completion is refused and counted ([`CqeFault`]), and the command stays in flight.
+//! The controller is not trusted. Each completion is read once and checked against the slot before it is used; an
+//! impossible one is refused and counted ([`CqeFault`]), and the command stays in flight. The submission queue head in
+//! it is not used: commands in flight bound both rings, and a controller whose parts complete in parallel may report an
+//! older head after a newer one.
 //!
 //! Never resets: the controller's owner cancels commands in flight once the device is proven silent.
 
@@ -83,16 +85,14 @@ macro_rules! faults {
 faults! {
     /// The submission queue is not that of this pair.
     WrongQueue = "completion for another submission queue",
-    /// The head is beyond the submitted commands.
-    HeadJumped = "submission queue head beyond the tail",
-    /// The cid has an invalid slot.
+    /// A cid whose slot does not exist.
     SlotOutOfRange = "command identifier out of range",
     /// The slot of the cid has no command: repeated or invented.
     NotInFlight = "command identifier that is not in flight",
     /// The cid has the sequence of an earlier use of its slot: late or repeated.
     Stale = "command identifier of an earlier command",
-    /// The controller's head says that the command was not fetched.
-    NotFetched = "completion of a command that was not fetched",
+    /// A command that the controller was not told of.
+    NotAnnounced = "completion of a command that was not announced",
 }
 
 /// Fault counters of one queue pair. Written by its owner, readable by any thread.
@@ -154,9 +154,6 @@ pub struct HostQueuePair {
     /// The last announced tail.
     announced_tail: u16,
     announced: u64,
-    /// Controller's fetch position from the last valid completion, and the number of the next command.
-    sq_head: u16,
-    fetched: u64,
     cq_head: u16,
     /// Phase bit of a new completion, in its position.
     phase: u64,
@@ -198,8 +195,6 @@ impl HostQueuePair {
             submissions: 0,
             announced_tail: 0,
             announced: 0,
-            sq_head: 0,
-            fetched: 0,
             cq_head: 0,
             phase: PHASE_BIT,
             sq_doorbell,
@@ -222,8 +217,8 @@ impl HostQueuePair {
         for entry in 0..usize::from(self.rings.entries) {
             self.rings.cq.store_u64s(entry * CQE_BYTES, [0, 0], Relaxed);
         }
-        (self.sq_tail, self.announced_tail, self.sq_head, self.cq_head) = (0, 0, 0, 0);
-        (self.announced, self.fetched) = (self.submissions, self.submissions);
+        (self.sq_tail, self.announced_tail, self.cq_head) = (0, 0, 0);
+        self.announced = self.submissions;
         self.phase = PHASE_BIT;
         self.is_cancelled = false;
         self.sq_doorbell.clear_shadow();
@@ -340,16 +335,9 @@ impl HostQueuePair {
         if cqe.cid() != cid(slot, entry.sequence) {
             return Err(CqeFault::Stale);
         }
-        let (head, entries) = (cqe.sq_head(), self.rings.entries);
-        let step = if head >= self.sq_head { head - self.sq_head } else { head + entries - self.sq_head };
-        let fetched = self.fetched + u64::from(step);
-        if head >= entries || fetched > self.announced {
-            return Err(CqeFault::HeadJumped);
+        if entry.submission >= self.announced {
+            return Err(CqeFault::NotAnnounced);
         }
-        if entry.submission >= fetched {
-            return Err(CqeFault::NotFetched);
-        }
-        (self.sq_head, self.fetched) = (head, fetched);
         entry.in_flight = false;
         entry.sequence = entry.sequence.wrapping_add(1);
         self.in_flight -= 1;
