@@ -317,11 +317,12 @@ impl<T: ControllerTransport> HostController<T> {
     /// Checks that the controller is present and has not failed. For events of the transport, and before a late command
     /// is judged.
     pub fn check(&mut self, now_ns: u64) {
-        if self.state.is_terminal() || self.state == ControllerState::New {
+        if matches!(self.state, ControllerState::New | ControllerState::Dead | ControllerState::DeletingNoIo) {
             return;
         }
         match self.transport.status() {
             Err(gone) => self.end(gone.into(), now_ns),
+            Ok(status) if status.fatal && self.is_ending => self.is_mute = true,
             Ok(status) if status.fatal || status.subsystem_reset && self.capabilities.subsystem_reset => {
                 self.reset(now_ns);
             }
@@ -361,7 +362,6 @@ impl<T: ControllerTransport> HostController<T> {
             self.watch_live(now_ns);
             if let Some(admin) = &mut self.admin
                 && !admin.announce(&mut self.transport)
-                && !self.state.is_terminal()
             {
                 self.end(DeviceGone.into(), now_ns);
                 continue;

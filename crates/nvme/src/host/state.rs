@@ -54,11 +54,6 @@ impl ControllerState {
         }
         may
     }
-
-    /// Whether no command will be sent in this and all later states.
-    pub fn is_terminal(self) -> bool {
-        matches!(self, ControllerState::Deleting | ControllerState::DeletingNoIo | ControllerState::Dead)
-    }
 }
 
 #[cfg(test)]

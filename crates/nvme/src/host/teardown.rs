@@ -42,8 +42,9 @@ impl<T: ControllerTransport> HostController<T> {
         self.phase = HostPhase::Stop { until_ns: is_orderly.then(|| now_ns.saturating_add(DRAIN_NS)) };
     }
 
-    /// Gives the controller up; a running teardown becomes permanent.
+    /// Gives the controller up: a way down in progress is not reversed, but waits no longer for one that is gone.
     pub(crate) fn end(&mut self, error: NvmeHostError, now_ns: u64) {
+        self.is_mute |= matches!(error, NvmeHostError::Gone(_) | NvmeHostError::Fatal);
         if self.is_ending {
             return;
         }
@@ -56,9 +57,6 @@ impl<T: ControllerTransport> HostController<T> {
         if error != NvmeHostError::Removed {
             self.error = Some(error);
             self.events.push_back(HostEvent::Failed(error));
-        }
-        if matches!(error, NvmeHostError::Gone(_) | NvmeHostError::Fatal) {
-            self.is_mute = true;
         }
         if !was_going_down {
             self.tear_down(is_orderly, now_ns);

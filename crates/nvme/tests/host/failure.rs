@@ -213,6 +213,26 @@ fn admin_memory_stays_until_the_controller_is_silent() {
 }
 
 #[test]
+fn a_removal_does_not_wait_for_a_controller_that_is_gone() {
+    for is_fatal in [false, true] {
+        let mut rig = slow(1, |_| ());
+        rig.submit(1, 0, Op::Read, 0).unwrap();
+        rig.round();
+        // Requests in flight have 30 s to end.
+        rig.host.remove(rig.now_ns);
+        rig.round();
+        let start_ns = rig.now_ns;
+        rig.fake.borrow_mut().gone = !is_fatal;
+        rig.fake.borrow_mut().fatal = is_fatal;
+        rig.host.check(rig.now_ns);
+        rig.run(|rig| !rig.host.is_busy(), 100 * S);
+        rig.finish();
+        assert!(rig.now_ns - start_ns < S, "{} ns, fatal: {is_fatal}", rig.now_ns - start_ns);
+        assert_eq!((statuses(&rig), rig.host.state()), (vec![Status::Offline], ControllerState::DeletingNoIo));
+    }
+}
+
+#[test]
 fn a_controller_that_cannot_be_disabled_keeps_its_requests() {
     let mut rig = slow(1, |fake| fake.never_idle = true);
     rig.submit(1, 0, Op::Read, 0).unwrap();
