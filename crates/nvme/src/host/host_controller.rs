@@ -110,7 +110,7 @@ pub(crate) enum AdminPurpose {
 }
 
 impl AdminPurpose {
-    fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             AdminPurpose::Setup(step) => step.name(),
             AdminPurpose::Scan(_) => "Identify (namespace)",
@@ -360,6 +360,9 @@ impl<T: ControllerTransport> HostController<T> {
                 Err(PhaseChanged) => continue,
             };
             self.watch_live(now_ns);
+            if !self.send_keep_alive(now_ns) {
+                continue;
+            }
             if let Some(admin) = &mut self.admin
                 && !admin.announce(&mut self.transport)
             {
@@ -415,7 +418,8 @@ impl<T: ControllerTransport> HostController<T> {
                 self.keep_alive.iter_mut().for_each(|keep_alive| keep_alive.answered(now_ns));
             }
             AdminPurpose::KeepAlive => {
-                self.reset(now_ns);
+                let error = NvmeHostError::Command { command: purpose.name(), status };
+                self.keep_alive_failed(error, now_ns);
             }
             // Reading the log page has cleared the event: the next one may arrive.
             AdminPurpose::EventLog => self.watch.wants_event = true,

@@ -3,7 +3,7 @@
 use crate::host::admin::{ADMIN_TIMEOUT_NS, AdminData};
 use crate::host::host_controller::AdminPurpose;
 use crate::host::scan::Scan;
-use crate::host::{ControllerState, ControllerTransport, HostController};
+use crate::host::{ControllerState, ControllerTransport, HostController, NvmeHostError};
 use crate::{LateCommand, NvmeStatus, Sqe, admin};
 
 /// Types of asynchronous events: error and notice.
@@ -169,13 +169,30 @@ impl<T: ControllerTransport> HostController<T> {
             self.watch.wants_event = false;
             admin.arm_event();
         }
-        if let Some(keep_alive) = &mut self.keep_alive
-            && keep_alive.is_due(now_ns)
-        {
-            let deadline_ns = now_ns.saturating_add(keep_alive.timeout_ns);
-            if !self.submit(Sqe::new(admin::KEEP_ALIVE, 0), AdminData::None, AdminPurpose::KeepAlive, deadline_ns) {
-                self.reset(now_ns);
-            }
+    }
+
+    /// Sends the keep-alive command when it is due: from Set Features on, also while namespaces are scanned on the way
+    /// up. Returns false if it could not be sent: the controller is on its way down.
+    pub(crate) fn send_keep_alive(&mut self, now_ns: u64) -> bool {
+        let Some(keep_alive) = &mut self.keep_alive else { return true };
+        if !keep_alive.is_due(now_ns) {
+            return true;
+        }
+        let deadline_ns = now_ns.saturating_add(keep_alive.timeout_ns);
+        let purpose = AdminPurpose::KeepAlive;
+        let is_sent = self.submit(Sqe::new(admin::KEEP_ALIVE, 0), AdminData::None, purpose, deadline_ns);
+        if !is_sent {
+            self.keep_alive_failed(NvmeHostError::Timeout(purpose.name()), now_ns);
+        }
+        is_sent
+    }
+
+    /// The keep-alive command was not taken, or failed. A controller on its way up is given up, as for other commands.
+    pub(crate) fn keep_alive_failed(&mut self, error: NvmeHostError, now_ns: u64) {
+        if self.state == ControllerState::Connecting {
+            self.end(error, now_ns);
+        } else {
+            self.reset(now_ns);
         }
     }
 

@@ -254,6 +254,33 @@ fn an_admin_queue_without_interrupts_is_polled() {
 }
 
 #[test]
+fn a_keep_alive_is_sent_during_a_long_scan() {
+    let transport = FakeTransport::new();
+    {
+        let mut fake = transport.fake.borrow_mut();
+        fake.identify.keep_alive = 1;
+        // The list of namespaces takes its time.
+        fake.ignored.insert(admin::IDENTIFY, 2);
+    }
+    let mut rig = Rig::new(transport, NvmeHostConfig { keep_alive_ms: 10_000, ..config(1) });
+    rig.host.start(rig.now_ns);
+    while rig.now_ns < 27 * S {
+        rig.round();
+        let due_ns = rig.host.advance(rig.now_ns);
+        assert!(due_ns.is_none_or(|due_ns| due_ns > rig.now_ns), "a time that is over, and nothing to do");
+        rig.pass();
+    }
+    assert_eq!(rig.fake.borrow().count(admin::KEEP_ALIVE), 5);
+    let token = {
+        let mut fake = rig.fake.borrow_mut();
+        fake.ignored.clear();
+        fake.ignored_tokens[0]
+    };
+    rig.fake.borrow_mut().answer(token, NvmeStatus::SUCCESS, 0);
+    rig.run(|rig| rig.host.state() == ControllerState::Live, S);
+}
+
+#[test]
 fn a_command_of_the_user_is_passed_on() {
     let mut rig = live(|_| (), config(1));
     let ask = |rig: &mut Rig, sqe, data: AdminData<'_>| {
