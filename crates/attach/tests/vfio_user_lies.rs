@@ -283,7 +283,30 @@ fn mapped_memory_is_read_and_written_by_message_and_no_other() {
     assert_eq!(&bytes, b"abcdef");
 }
 
-/// A server that keeps sending commands and never replies exceeds the time limit like any other.
+#[test]
+fn a_refused_unmap_keeps_its_region_and_spares_the_others() {
+    let lie = about(Command::DmaUnmap, |id, stream| {
+        stream.write_all(&MessageHeader::encode_error(id, Command::DmaUnmap as u16, 16)).unwrap();
+        Then::GoOn
+    });
+    let controller = open(lie).unwrap();
+    let regions = [0, 1].map(|_| Region::shared(0x1000).unwrap());
+    let map = |number: usize| controller.domain().map(vec![Arc::clone(&regions[number])]);
+    let first = map(0);
+    assert!(controller.mapped_address(&regions[0], 0).is_some());
+    drop(first);
+    let _second = map(1);
+    for _ in 0..2 {
+        assert!(controller.mapped_address(&regions[1], 0).is_some(), "another region is mapped all the same");
+        assert_eq!(controller.mapped_address(&regions[0], 0), None);
+    }
+    assert_eq!((controller.failure(), Arc::strong_count(&regions[0])), (None, 2), "the server may still reach it");
+    // The domain lists it again: it is mapped still.
+    let _again = map(0);
+    assert!(controller.mapped_address(&regions[0], 0).is_some());
+}
+
+/// A server that never stops asking, and never answers, is late like any other.
 #[test]
 fn a_server_that_only_asks_is_late() {
     let clock = Arc::new(JumpingClock::default());

@@ -19,6 +19,8 @@ struct ListedRegion {
     address: u64,
     /// Bytes mapped by the server: whole pages; zero if it cannot map the region.
     mapped: u64,
+    /// The domain has dropped it, and the server refuses to unmap it: it stays alive.
+    is_condemned: bool,
 }
 
 /// Process memory, as mapped by the server.
@@ -33,7 +35,8 @@ impl ServerMemory {
     /// Has the server map new regions of the domain and unmap removed ones.
     ///
     /// # Errors
-    /// The connection is unusable. A region that the server refuses to map has no address and is no error.
+    /// The connection is unusable. A region that the server refuses to map has no address, and is no error. One that it
+    /// refuses to unmap stays alive until the connection ends.
     pub(crate) fn sync(&mut self, connection: &mut ServerConnection, domain: &DmaDomain) -> Result<(), VfioUserError> {
         // Read before the list: a later change is handled next time.
         let changes = domain.changes();
@@ -42,14 +45,23 @@ impl ServerMemory {
         }
         let wanted = domain.regions();
         let mut at = 0;
-        while let Some(listed) = self.listed.get(at) {
-            if wanted.iter().any(|region| Arc::ptr_eq(region, &listed.region)) {
+        while let Some(listed) = self.listed.get_mut(at) {
+            let is_wanted = wanted.iter().any(|region| Arc::ptr_eq(region, &listed.region));
+            listed.is_condemned &= !is_wanted;
+            if is_wanted || listed.is_condemned {
                 at += 1;
                 continue;
             }
+            let unmap = DmaUnmapRequest::One { address: listed.address, size: listed.mapped };
             if listed.mapped > 0 {
-                let unmap = DmaUnmapRequest::One { address: listed.address, size: listed.mapped };
-                connection.call(&VfioRequest::DmaUnmap(unmap), &[], self)?;
+                match connection.call(&VfioRequest::DmaUnmap(unmap), &[], self) {
+                    Ok(_) => {}
+                    Err(VfioUserError::Refused { .. }) => {
+                        self.listed[at].is_condemned = true;
+                        continue;
+                    }
+                    Err(error) => return Err(error),
+                }
             }
             self.listed.swap_remove(at);
         }
@@ -65,7 +77,7 @@ impl ServerMemory {
 
     /// Server address of a byte of a region; `None` if it has not mapped it.
     pub(crate) fn address(&self, region: &Arc<Region>, offset: u64) -> Option<u64> {
-        let listed = self.listed.iter().find(|listed| Arc::ptr_eq(&listed.region, region))?;
+        let listed = self.listed.iter().find(|listed| Arc::ptr_eq(&listed.region, region) && !listed.is_condemned)?;
         (offset < listed.mapped).then(|| listed.address + offset)
     }
 
@@ -80,7 +92,7 @@ impl ServerMemory {
             .file()
             .filter(|(_, offset)| has_room && size > 0 && offset.is_multiple_of(page) && address.is_multiple_of(page))
         else {
-            return Ok(ListedRegion { region, address, mapped: 0 });
+            return Ok(ListedRegion { region, address, mapped: 0, is_condemned: false });
         };
         let flags = DmaMapFlags::READ | DmaMapFlags::WRITE;
         let map = VfioRequest::DmaMap(DmaMapRequest { flags, offset, address, size });
@@ -89,7 +101,7 @@ impl ServerMemory {
             Err(VfioUserError::Refused { .. }) => 0,
             Err(error) => return Err(error),
         };
-        Ok(ListedRegion { region, address, mapped })
+        Ok(ListedRegion { region, address, mapped, is_condemned: false })
     }
 
     fn span(&self, access: DmaAccess) -> Option<Span<'_>> {
