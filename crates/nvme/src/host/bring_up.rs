@@ -330,9 +330,7 @@ impl<T: ControllerTransport> HostController<T> {
     /// Ends the bring-up.
     fn live(&mut self, now_ns: u64) {
         self.phase = HostPhase::Idle;
-        if let Err(error) = self.start_queues() {
-            return self.end(error, now_ns);
-        }
+        self.start_queues();
         self.state.change(ControllerState::Live);
         self.watch.wants_event = true;
         self.events.push_back(HostEvent::Live);

@@ -33,7 +33,7 @@ use crate::host::{
     ControllerState, ControllerTransport, DeviceGone, Disable, Enable, HostStep, NvmeHostError, QueueDemand,
 };
 use crate::registers::Capabilities;
-use crate::{Doorbells, IDENTIFY_BYTES, IdentifyController, IoQueue, IoQueueCommand, NvmeStatus, PAGE, Sqe};
+use crate::{Doorbells, IDENTIFY_BYTES, IdentifyController, IoQueueCommand, NvmeStatus, PAGE, Sqe};
 
 /// Polling interval of the admin queue of a controller without interrupts, ns: while commands are in flight, and
 /// while only an asynchronous event is awaited.
@@ -254,15 +254,7 @@ impl<T: ControllerTransport> HostController<T> {
         self.events.pop_front()
     }
 
-    /// A created I/O queue that was not taken yet, in the order of identifiers.
-    pub fn take_queue(&mut self) -> Option<IoQueue> {
-        if self.state != ControllerState::Live {
-            return None;
-        }
-        self.queues.iter_mut().find_map(IoQueueSlot::hand_over)
-    }
-
-    /// Brings a new controller up; to be called once.
+    /// Brings a new controller up. Once is enough.
     pub fn start(&mut self, now_ns: u64) {
         if self.state.change(ControllerState::Connecting) {
             self.connect(now_ns);

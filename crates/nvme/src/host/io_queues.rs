@@ -5,9 +5,11 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use crate::host::memory::{IoQueueLayout, SharedBlock};
 use crate::host::negotiate::vector;
-use crate::host::{ControllerTransport, HostController, HostEvent, HostPhase, HostQueuePair, NvmeHostError};
+use crate::host::{
+    ControllerState, ControllerTransport, HostController, HostEvent, HostPhase, HostQueuePair, NvmeHostError,
+};
 use crate::registers::{DOORBELLS, cq_doorbell, sq_doorbell};
-use crate::{Doorbells, IoQueue, IoQueueCommand, IoQueueReport, ListPool, RetryDelays, Sqe, admin};
+use crate::{Doorbells, IoQueue, IoQueueCommand, IoQueueReport, ListPool, NvmeNamespace, RetryDelays, Sqe, admin};
 
 /// Last command to the owner of an I/O queue, and its answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,20 +36,11 @@ pub(crate) struct IoQueueSlot {
     layout: IoQueueLayout,
     /// Memory of the queue, mapped until the controller is dropped.
     block: SharedBlock,
-    /// A new queue until it is taken.
-    made: Option<Box<IoQueue>>,
     is_taken: bool,
 }
 
 impl IoQueueSlot {
-    /// Hands a new queue over to its owner; it runs from then on.
-    pub(crate) fn hand_over(&mut self) -> Option<IoQueue> {
-        let queue = self.made.take()?;
-        (self.is_taken, self.run) = (true, QueueRun::Running);
-        Some(*queue)
-    }
-
-    /// Whether both halves were created on the controller.
+    /// Whether it was created on the controller, in full.
     pub(crate) fn is_created(&self) -> bool {
         self.has_cq && self.has_sq
     }
@@ -78,17 +71,18 @@ impl IoQueueSlot {
         Sqe::delete_queue(if is_sq { admin::DELETE_SQ } else { admin::DELETE_CQ }, self.qid)
     }
 
-    fn make<T: ControllerTransport>(
+    /// Hands a new queue over to its owner. From then on it runs.
+    fn hand_over<T: ControllerTransport>(
         &mut self,
         transport: &T,
         doorbells: &Doorbells,
-        namespaces: Box<[crate::NvmeNamespace]>,
+        namespaces: Box<[NvmeNamespace]>,
         delays: RetryDelays,
-    ) -> Option<()> {
+    ) -> Option<IoQueue> {
         let lists: ListPool = self.layout.lists(&self.block, self.block.addr(transport)?);
         let pair = HostQueuePair::new(self.qid, self.layout.rings(&self.block), doorbells, Arc::default());
-        self.made = Some(Box::new(IoQueue::new(pair, lists, namespaces, delays)));
-        Some(())
+        (self.is_taken, self.run) = (true, QueueRun::Running);
+        Some(IoQueue::new(pair, lists, namespaces, delays))
     }
 }
 
@@ -107,7 +101,19 @@ impl<T: ControllerTransport> HostController<T> {
         self.queues.get_mut(usize::from(qid).checked_sub(1)?)
     }
 
-    /// Allocates memory for an I/O queue, if it has none.
+    /// An I/O queue that was created and not taken yet, in the order of their identifiers. It knows the present
+    /// [namespaces](HostController::namespaces); while there are none no queue is handed over.
+    pub fn take_queue(&mut self) -> Option<IoQueue> {
+        if self.state != ControllerState::Live || self.namespaces.is_empty() {
+            return None;
+        }
+        let doorbells = self.doorbells.as_ref()?;
+        let queue = self.queues.iter_mut().find(|queue| queue.is_created() && !queue.is_taken)?;
+        let namespaces = self.namespaces.iter().map(|scanned| scanned.namespace).collect();
+        queue.hand_over(&self.transport, doorbells, namespaces, RetryDelays::new(&self.identify))
+    }
+
+    /// Allocates memory for an I/O queue, unless it has some.
     pub(crate) fn prepare_queue(&mut self, qid: u16, entries: u16) -> Result<(), NvmeHostError> {
         if let Some(queue) = self.queue_mut(qid) {
             // Its owner has rings of this size.
@@ -128,17 +134,13 @@ impl<T: ControllerTransport> HostController<T> {
             aborted: vec![None; usize::from(entries - 1)].into(),
             layout,
             block,
-            made: None,
             is_taken: false,
         });
         Ok(())
     }
 
-    /// Starts the created queues of a live controller; fails the others if the controller has no queue at all.
-    pub(crate) fn start_queues(&mut self) -> Result<(), NvmeHostError> {
-        let Some(doorbells) = &self.doorbells else { return Ok(()) };
-        let namespaces: Vec<_> = self.namespaces.iter().map(|scanned| scanned.namespace).collect();
-        let delays = RetryDelays::new(&self.identify);
+    /// The controller is live: its queues run, and others fail if it has none at all.
+    pub(crate) fn start_queues(&mut self) {
         let has_queues = self.queues.iter().any(IoQueueSlot::is_created);
         for queue in &mut self.queues {
             queue.aborted.fill(None);
@@ -148,18 +150,13 @@ impl<T: ControllerTransport> HostController<T> {
                     queue.starts = queue.starts.wrapping_add(1);
                     self.events.push_back(HostEvent::Queue(queue.qid, IoQueueCommand::Start));
                 }
-                (true, false) if queue.made.is_none() && !namespaces.is_empty() => {
-                    let made = queue.make(&self.transport, doorbells, namespaces.clone().into(), delays);
-                    made.ok_or(NvmeHostError::Memory)?;
-                }
                 (false, true) if !has_queues => {
                     self.events.push_back(HostEvent::Queue(queue.qid, IoQueueCommand::Fail));
                 }
-                // Its requests wait until the queue is granted again.
+                // It is taken when its owner wants it, or its requests wait for it to come back.
                 _ => {}
             }
         }
-        Ok(())
     }
 
     /// Stops running queues with this command.
@@ -193,7 +190,6 @@ impl<T: ControllerTransport> HostController<T> {
         for queue in self.queues.iter_mut().filter(|queue| queue.is_taken) {
             self.events.push_back(HostEvent::Queue(queue.qid, IoQueueCommand::Fail));
         }
-        self.queues.iter_mut().for_each(|queue| queue.made = None);
     }
 
     /// Whether any queue is in this state.

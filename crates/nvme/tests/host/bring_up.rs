@@ -281,6 +281,27 @@ fn a_keep_alive_is_sent_during_a_long_scan() {
 }
 
 #[test]
+fn a_queue_that_is_taken_late_knows_the_namespaces_of_then() {
+    let mut rig = Rig::new(FakeTransport::new(), config(1));
+    let come_up = |rig: &mut Rig| {
+        while rig.host.state() != ControllerState::Live {
+            rig.turn_fake();
+            rig.host.advance(rig.now_ns);
+            rig.now_ns += MS;
+        }
+    };
+    rig.host.start(rig.now_ns);
+    come_up(&mut rig);
+    rig.fake.borrow_mut().namespaces.insert(2, namespace(1 << 16, 9));
+    assert!(rig.host.reset(rig.now_ns));
+    come_up(&mut rig);
+    rig.round();
+    rig.submit(1, 1, Op::Write, 0).unwrap();
+    rig.finish();
+    assert_eq!(rig.ended.len(), 1);
+}
+
+#[test]
 fn a_command_of_the_user_is_passed_on() {
     let mut rig = live(|_| (), config(1));
     let ask = |rig: &mut Rig, sqe, data: AdminData<'_>| {
