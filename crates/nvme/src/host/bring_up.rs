@@ -177,8 +177,9 @@ impl<T: ControllerTransport> HostController<T> {
                 // Before version 2.0 there are none.
                 let data = self.admin.as_ref().filter(|_| is_ok).map(|admin| admin.data(slot));
                 self.nvm_limits = data.map_or_else(NvmLimits::default, |data| NvmLimits::parse(&data));
-                let doorbells = self.registers.as_ref().map_or(0, View::len);
-                let doorbells = doorbell_queues(doorbells, self.capabilities.doorbell_stride);
+                // Private memory in place of the registers is rounded up to a page.
+                let bytes = self.registers.as_ref().map_or(0, View::len).min(self.transport.doorbell_bytes());
+                let doorbells = doorbell_queues(bytes, self.capabilities.doorbell_stride);
                 self.asked = self.config.queues.total().min(doorbells);
                 self.set_up(SetupStep::QueueCount, now_ns);
             }

@@ -1,7 +1,7 @@
 //! The I/O queues of a controller on the side of the controller's owner.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::Ordering::Acquire;
 
 use crate::host::memory::{IoQueueLayout, SharedBlock};
 use crate::host::negotiate::vector;
@@ -37,6 +37,8 @@ pub(crate) struct IoQueueSlot {
     /// Memory of the queue, mapped until the controller is dropped.
     block: SharedBlock,
     is_taken: bool,
+    /// Doorbells as they were forwarded last, of submission and completion queue; zero when both are created.
+    forwarded: [u32; 2],
 }
 
 impl IoQueueSlot {
@@ -135,6 +137,7 @@ impl<T: ControllerTransport> HostController<T> {
             layout,
             block,
             is_taken: false,
+            forwarded: [0; 2],
         });
         Ok(())
     }
@@ -177,7 +180,7 @@ impl<T: ControllerTransport> HostController<T> {
     /// The controller is silent: stopped queues cancel their requests in flight.
     pub(crate) fn cancel_queues(&mut self) {
         for queue in &mut self.queues {
-            (queue.has_cq, queue.has_sq) = (false, false);
+            (queue.has_cq, queue.has_sq, queue.forwarded) = (false, false, [0; 2]);
             if queue.run == QueueRun::Stopped {
                 queue.run = QueueRun::Cancelling;
                 self.events.push_back(HostEvent::Queue(queue.qid, IoQueueCommand::Cancel));
@@ -197,17 +200,24 @@ impl<T: ControllerTransport> HostController<T> {
         self.queues.iter().any(|queue| queue.run == run)
     }
 
-    /// Writes the doorbell registers of an I/O queue, for a transport that does not share them. Its owner has this done
-    /// when the queue says that a register was written. Of a queue that the controller does not have they mean nothing.
+    /// Writes the doorbell registers of an I/O queue that have changed, for a transport that does not share them. Its
+    /// owner has this done when the queue says that a register was written. Nothing is written for a queue that the
+    /// controller does not have.
     pub fn forward_doorbells(&mut self, qid: u16, now_ns: u64) {
-        if !self.queue_mut(qid).is_some_and(|queue| queue.is_created()) {
+        let HostController { transport, registers, capabilities, queues, .. } = self;
+        let queue = usize::from(qid).checked_sub(1).and_then(|number| queues.get_mut(number));
+        let (Some(queue), Some(registers), None) = (queue, registers, transport.doorbells()) else { return };
+        if !queue.is_created() {
             return;
         }
-        let Some(registers) = self.registers.as_ref().filter(|_| self.transport.doorbells().is_none()) else { return };
-        let stride = self.capabilities.doorbell_stride;
-        for at in [sq_doorbell(qid, stride), cq_doorbell(qid, stride)] {
-            let index = registers.load_u32(at, Relaxed);
-            if let Err(gone) = self.transport.write32(DOORBELLS + at, index) {
+        let stride = capabilities.doorbell_stride;
+        let places = [sq_doorbell(qid, stride), cq_doorbell(qid, stride)];
+        for (at, forwarded) in places.into_iter().zip(&mut queue.forwarded) {
+            let index = registers.load_u32(at, Acquire);
+            if std::mem::replace(forwarded, index) == index {
+                continue;
+            }
+            if let Err(gone) = transport.write32(DOORBELLS + at, index) {
                 return self.end(gone.into(), now_ns);
             }
         }

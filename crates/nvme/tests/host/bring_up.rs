@@ -87,6 +87,27 @@ fn doorbells_that_are_not_shared_are_written_as_registers() {
 }
 
 #[test]
+fn only_doorbells_that_have_changed_are_forwarded() {
+    let mut rig = live(|fake| fake.shares_doorbells = false, NvmeHostConfig { has_shadow: false, ..config(1) });
+    rig.fake.borrow_mut().doorbell_writes.clear();
+    rig.submit(1, 0, Op::Write, 0).unwrap();
+    for _ in 0..2 {
+        rig.turn_queue(1);
+        let now_ns = rig.now_ns;
+        rig.host.forward_doorbells(1, now_ns);
+        rig.turn_fake();
+    }
+    // The tail, then the head of queue 1.
+    assert_eq!(rig.fake.borrow().doorbell_writes, [(8, 1), (12, 1)]);
+}
+
+#[test]
+fn queues_are_bounded_by_doorbells_that_are_not_shared() {
+    let rig = live(|fake| (fake.shares_doorbells, fake.doorbell_bytes) = (false, 24), config(4));
+    assert_eq!(rig.queues.len(), 2, "room for the admin queue and two more");
+}
+
+#[test]
 fn fewer_queues_are_used_when_fewer_are_granted() {
     for (grant, wanted, queues) in [(8, 4, 4), (2, 4, 2), (1, 4, 1)] {
         let rig = live(|fake| fake.grant = Some(grant), config(wanted));

@@ -76,6 +76,9 @@ pub struct FakeController {
     pub mute: bool,
     pub vectors: u16,
     pub shares_doorbells: bool,
+    pub doorbell_bytes: usize,
+    /// Offsets and values of doorbells that were written as registers.
+    pub doorbell_writes: Vec<(usize, u32)>,
     doorbells: View,
     shadow: Option<ShadowDoorbells>,
     admin: Option<ControllerQueuePair>,
@@ -164,6 +167,8 @@ impl FakeTransport {
             mute: false,
             vectors: 0,
             shares_doorbells: true,
+            doorbell_bytes: PAGE,
+            doorbell_writes: vec![],
             doorbells,
             shadow: None,
             admin: None,
@@ -546,6 +551,7 @@ impl Peer for FakeController {
             at if at == ACQ + 4 => half(&mut self.acq, 32),
             at if at >= DOORBELLS => {
                 assert!(!self.shares_doorbells);
+                self.doorbell_writes.push((at - DOORBELLS, value));
                 self.doorbells.store_u32(at - DOORBELLS, value, std::sync::atomic::Ordering::Release);
             }
             other => panic!("register {other:#x}"),
@@ -554,6 +560,10 @@ impl Peer for FakeController {
 
     fn doorbells(&self) -> Option<View> {
         self.shares_doorbells.then(|| self.doorbells.clone())
+    }
+
+    fn doorbell_bytes(&self) -> usize {
+        self.doorbell_bytes
     }
 
     fn vectors(&self) -> u16 {

@@ -22,6 +22,10 @@ pub trait Peer {
     fn write32(&mut self, offset: usize, value: u32);
     /// The doorbells, if shared.
     fn doorbells(&self) -> Option<View>;
+    /// Bytes of its doorbells.
+    fn doorbell_bytes(&self) -> usize {
+        PAGE
+    }
     fn vectors(&self) -> u16;
     fn reset_function(&mut self) -> bool;
     /// Whether it can access no memory once it is unplugged.
@@ -86,7 +90,7 @@ impl<P: Peer> ControllerTransport for Transport<P> {
     }
 
     fn doorbell_bytes(&self) -> usize {
-        PAGE
+        self.fake.borrow().doorbell_bytes()
     }
 
     fn vectors(&self) -> u16 {
