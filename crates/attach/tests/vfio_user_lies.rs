@@ -6,7 +6,7 @@ use std::io::{self, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -38,22 +38,24 @@ enum Then {
     Close,
 }
 
-/// A clock that jumps once a server hangs, so that no correct reply is late on a busy machine.
+/// Time that passes faster once a server hangs: no honest reply is late on a busy machine. Seconds it is ahead.
 #[derive(Debug, Default)]
-struct JumpingClock(AtomicBool);
+struct JumpingClock(AtomicU64);
 
 impl JumpingClock {
-    /// Longer than any time limit here.
-    const JUMP: Duration = Duration::from_hours(1);
-
+    /// By more than any limit here.
     fn jump(&self) {
-        self.0.store(true, Ordering::Relaxed);
+        self.advance(3600);
+    }
+
+    fn advance(&self, seconds: u64) {
+        self.0.fetch_add(seconds, Ordering::Relaxed);
     }
 }
 
 impl TimeSource for JumpingClock {
     fn now(&self) -> Instant {
-        Instant::now() + if self.0.load(Ordering::Relaxed) { JumpingClock::JUMP } else { Duration::ZERO }
+        Instant::now() + Duration::from_secs(self.0.load(Ordering::Relaxed))
     }
 
     fn wait(&self, fds: &mut [PollFd<'_>], _deadline: Option<Instant>) -> io::Result<usize> {
@@ -217,6 +219,34 @@ fn capabilities_that_lead_in_a_circle_come_to_an_end() {
         Some(Then::GoOn)
     });
     assert!(open(lie).unwrap().eventfds().is_empty());
+}
+
+#[test]
+fn replies_that_are_each_in_time_are_late_together() {
+    let clock = Arc::new(JumpingClock::default());
+    let slow = Arc::clone(&clock);
+    let lie: Lie = Box::new(move |request, _, _| {
+        slow.advance(if request.command() == Command::Version { 0 } else { LIMIT.as_secs() / 3 });
+        None
+    });
+    let late = open_with(lie, |config| config.clock = clock).unwrap_err();
+    assert!(matches!(late, VfioUserError::Late { limit, .. } if limit == LIMIT), "{late}");
+}
+
+#[test]
+fn a_region_that_grows_with_each_reply_is_refused() {
+    let asked = Arc::new(AtomicU64::new(0));
+    let count = Arc::clone(&asked);
+    let lie: Lie = Box::new(move |request, id, stream| {
+        let VfioRequest::DeviceGetRegionInfo { argsz, index } = request else { return None };
+        count.fetch_add(1, Ordering::Relaxed);
+        let flags = RegionFlags::READ | RegionFlags::WRITE;
+        let fixed = RegionInfo { index: *index, flags, size: 0x2000, offset: 0, sparse: None };
+        stream.write_all(&VfioReply::RegionInfoCut { argsz: argsz + 1, fixed }.encode(id)).unwrap();
+        Some(Then::GoOn)
+    });
+    assert_eq!(open(lie).unwrap_err(), VfioUserError::Device { what: "such region" });
+    assert_eq!(asked.load(Ordering::Relaxed), 2);
 }
 
 #[test]

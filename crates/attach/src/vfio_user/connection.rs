@@ -75,7 +75,17 @@ impl ServerConnection {
         self.session.peer().expect("a version was agreed on when the connection was opened")
     }
 
-    /// Error that made the connection unusable.
+    /// From now on the server has the time of one reply for all of them, until [`ServerConnection::end_series`].
+    pub(crate) fn begin_series(&mut self) {
+        self.session.begin_series(self.clock.now());
+    }
+
+    /// Each reply has its own time again.
+    pub(crate) fn end_series(&mut self) {
+        self.session.end_series();
+    }
+
+    /// Why the connection is of no use any more.
     pub(crate) fn failure(&self) -> Option<&VfioUserError> {
         self.failed.as_ref()
     }

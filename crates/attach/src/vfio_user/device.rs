@@ -87,8 +87,8 @@ pub struct VfioUserController {
 }
 
 impl VfioUserController {
-    /// Connects to the server, and sets the device up as a PCI driver does. Leaves the controller's registers
-    /// unchanged.
+    /// Connects to the server, and prepares the device as a PCI driver does. Its registers are as the server has them.
+    /// The server has the time of a reply for each of: connection, version, description, preparation.
     ///
     /// # Errors
     /// See [`VfioUserError`].
@@ -99,6 +99,7 @@ impl VfioUserController {
         })?;
         let connection = ServerConnection::open(stream, Arc::clone(clock), Arc::clone(end), *reply_max)?;
         let mut state = DeviceState { connection, memory: ServerMemory::default() };
+        state.connection.begin_series();
         let device = state.device()?;
         let (config_space, _) = state.region(region_index::CONFIG)?;
         if config_space.size < CONFIG_BYTES {
@@ -232,8 +233,16 @@ impl VfioUserController {
         self.lock().connection.as_fd().try_clone_to_owned()
     }
 
-    /// Set-up after a reset: BAR 0, bus master, interrupts.
+    /// A driver's work after a reset, within the time of one reply.
     fn prepare(&mut self) -> Result<(), VfioUserError> {
+        self.state_mut().connection.begin_series();
+        let prepared = self.set_up();
+        self.state_mut().connection.end_series();
+        prepared
+    }
+
+    /// BAR 0, bus master, interrupts.
+    fn set_up(&mut self) -> Result<(), VfioUserError> {
         let (msix, bar0_bytes) = (self.msix, self.bar0_bytes);
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
         pci::enable(state, bar0_bytes)?;
@@ -303,15 +312,16 @@ impl DeviceState {
         }
     }
 
-    /// A region's description, requested again with a larger size if needed.
+    /// A region, asked for again if its description is longer, once.
     fn region(&mut self, index: u32) -> Result<(RegionInfo, Vec<OwnedFd>), VfioUserError> {
-        let mut argsz = REGION_INFO_BYTES as u32;
-        loop {
-            match self.call(&VfioRequest::DeviceGetRegionInfo { argsz, index }, &[])? {
-                VfioAnswer::RegionNeeds(needed) => argsz = needed,
-                VfioAnswer::Region(info, descriptors) => return Ok((info, descriptors)),
-                _ => return Err(VfioUserError::Device { what: "such region" }),
-            }
+        let argsz = REGION_INFO_BYTES as u32;
+        let mut answer = self.call(&VfioRequest::DeviceGetRegionInfo { argsz, index }, &[])?;
+        if let VfioAnswer::RegionNeeds(argsz) = answer {
+            answer = self.call(&VfioRequest::DeviceGetRegionInfo { argsz, index }, &[])?;
+        }
+        match answer {
+            VfioAnswer::Region(info, descriptors) => Ok((info, descriptors)),
+            _ => Err(VfioUserError::Device { what: "such region" }),
         }
     }
 

@@ -121,13 +121,15 @@ pub(crate) struct ClientSession<D> {
     peer: Option<PeerLimits>,
     /// Time limit of replies.
     reply_max: Duration,
+    /// When all replies of a series of commands are due.
+    series_deadline: Option<Instant>,
 }
 
 impl<D> ClientSession<D> {
     /// A session without messages so far.
     pub(crate) fn new(reply_max: Duration) -> ClientSession<D> {
         let reader = FrameReader::new(FrameLimits::for_data(DATA_BYTES_MAX, DESCRIPTORS_MAX));
-        ClientSession { reader, in_flight: Vec::new(), next_id: 0, peer: None, reply_max }
+        ClientSession { reader, in_flight: Vec::new(), next_id: 0, peer: None, reply_max, series_deadline: None }
     }
 
     /// The version proposal, which is the first request.
@@ -158,12 +160,22 @@ impl<D> ClientSession<D> {
         }
         let id = self.next_id;
         self.next_id = id.wrapping_add(1);
-        let deadline = now + self.reply_max;
+        let deadline = self.series_deadline.into_iter().fold(now + self.reply_max, Instant::min);
         self.in_flight.push(InFlightCommand { id, command: request.command(), asked, deadline });
         (id, request.encode(id, false))
     }
 
-    /// Earliest deadline of a reply.
+    /// From now on the server has the time of one reply for all of them, until [`ClientSession::end_series`].
+    pub(crate) fn begin_series(&mut self, now: Instant) {
+        self.series_deadline = Some(now + self.reply_max);
+    }
+
+    /// Each reply has its own time again.
+    pub(crate) fn end_series(&mut self) {
+        self.series_deadline = None;
+    }
+
+    /// When the first reply is overdue.
     pub(crate) fn deadline(&self) -> Option<Instant> {
         self.in_flight.iter().map(|command| command.deadline).min()
     }
