@@ -142,7 +142,7 @@ impl<T: ControllerTransport> HostController<T> {
             }
             SetupStep::KeepAlive => return self.set_up(SetupStep::Scan, now_ns),
             SetupStep::Scan => {
-                self.scan = Some(Scan::new());
+                self.scan = Some(Scan::new(self.namespaces.clone()));
                 return self.go_on_scanning(now_ns);
             }
         };

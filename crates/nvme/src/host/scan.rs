@@ -1,8 +1,10 @@
 //! The namespace scan: the active namespaces, and their properties for the queue core.
 //!
-//! Reads pages of the active namespace list, 1024 identifiers each, until a page is not full. Then it reads the
-//! identification descriptors and the data of each namespace. On a controller without the list, namespaces are tried
-//! one by one. The controller's answers are limited: at most [`NAMESPACES_MAX`], in ascending order.
+//! Pages of the active namespace list, 1024 identifiers each, until a page is not full; then for each namespace its
+//! identification descriptors and its data. On a controller without the list namespaces are tried one by one. The
+//! controller's answers are bounded here: at most [`NAMESPACES_MAX`], in ascending order.
+//!
+//! A command that fails for the moment is sent again; a namespace that still cannot be read is kept as it was known.
 
 use blkyard_mq::DeviceInfo;
 
@@ -13,6 +15,8 @@ use crate::{IDENTIFY_BYTES, IdentifyController, IdentifyNamespace, NvmeNamespace
 pub const NAMESPACES_MAX: usize = 4096;
 /// Identifiers on a page of the list.
 const PAGE_IDS: usize = IDENTIFY_BYTES / 4;
+/// How often a command is sent again.
+const SCAN_RETRIES_MAX: u8 = 3;
 /// The NVM command set.
 const CSI_NVM: u8 = 0;
 
@@ -91,6 +95,13 @@ impl ScanStep {
     }
 }
 
+/// Whether a command has failed for the moment: neither a success, nor a statement about the controller or the
+/// namespace, which some controllers make without a DNR bit.
+fn is_passing(status: NvmeStatus) -> bool {
+    let is_answer = [NvmeStatus::INVALID_OPCODE, NvmeStatus::INVALID_FIELD, NvmeStatus::INVALID_NAMESPACE];
+    !status.is_success() && !status.is_final() && !is_answer.contains(&status.without_flags())
+}
+
 /// A scan in progress: one command at a time.
 #[derive(Debug)]
 pub(crate) struct Scan {
@@ -99,11 +110,17 @@ pub(crate) struct Scan {
     nsids: Vec<u32>,
     ids: NamespaceIds,
     found: Vec<ScannedNamespace>,
+    /// Namespaces of the scan before.
+    known: Vec<ScannedNamespace>,
+    /// How often the current command was sent again.
+    retries: u8,
 }
 
 impl Scan {
-    pub(crate) fn new() -> Scan {
-        Scan { step: Some(ScanStep::List(0)), nsids: vec![], ids: NamespaceIds::default(), found: vec![] }
+    /// A scan after one that has found these.
+    pub(crate) fn new(known: Vec<ScannedNamespace>) -> Scan {
+        let (nsids, ids, found) = (vec![], NamespaceIds::default(), vec![]);
+        Scan { step: Some(ScanStep::List(0)), nsids, ids, found, known, retries: 0 }
     }
 
     /// The next command; `None` once the scan is complete.
@@ -126,14 +143,25 @@ impl Scan {
     ) {
         let Some(step) = self.step else { return };
         let is_ok = status.is_success();
+        let is_passing = is_passing(status);
+        if is_passing && self.retries < SCAN_RETRIES_MAX {
+            self.retries += 1;
+            return;
+        }
+        self.retries = 0;
         self.step = match step {
             ScanStep::List(after) if is_ok => self.list(after, bytes),
+            ScanStep::List(_) if is_passing && !self.known.is_empty() => {
+                self.found = std::mem::take(&mut self.known);
+                None
+            }
             ScanStep::List(_) => {
                 // Before version 1.1 there is no list.
                 let count = controller.namespaces.min(NAMESPACES_MAX as u32);
                 self.nsids = (1..=count).rev().collect();
                 self.next_namespace()
             }
+            ScanStep::Ids(nsid) | ScanStep::Data(nsid) if is_passing && self.keep(nsid) => self.next_namespace(),
             ScanStep::Ids(nsid) => {
                 // Before version 1.3 there are no descriptors.
                 self.ids = if is_ok { NamespaceIds::parse(bytes) } else { NamespaceIds::default() };
@@ -163,6 +191,13 @@ impl Scan {
         }
         self.nsids.reverse();
         self.next_namespace()
+    }
+
+    /// Keeps a namespace as it was known. Returns false if it was not.
+    fn keep(&mut self, nsid: u32) -> bool {
+        let known = self.known.iter().find(|known| known.namespace.nsid == nsid);
+        self.found.extend(known.cloned());
+        known.is_some()
     }
 
     fn next_namespace(&mut self) -> Option<ScanStep> {

@@ -160,7 +160,7 @@ impl<T: ControllerTransport> HostController<T> {
         }
         if self.watch.wants_scan && self.scan.is_none() {
             self.watch.wants_scan = false;
-            self.scan = Some(Scan::new());
+            self.scan = Some(Scan::new(self.namespaces.clone()));
             self.go_on_scanning(now_ns);
         }
         if self.watch.wants_event

@@ -245,6 +245,25 @@ fn events_lead_to_a_new_scan() {
 }
 
 #[test]
+fn a_namespace_stays_when_identify_fails_for_the_moment() {
+    // As often as one command is sent, and for ever.
+    for failures in [1, 4, 8, u32::MAX] {
+        let mut rig = live(|_| (), config(1));
+        rig.round();
+        rig.events.clear();
+        rig.fake.borrow_mut().identify_failures = failures;
+        assert!(rig.fake.borrow_mut().event(2 | 4 << 16));
+        for _ in 0..30 {
+            rig.round();
+            rig.pass();
+        }
+        assert_eq!((rig.host.namespaces().len(), rig.events.len()), (1, 0), "{failures} failures");
+    }
+    // On the way up a failure that passes leaves no namespace out, either.
+    assert_eq!(live(|fake| fake.identify_failures = 3, config(1)).host.namespaces().len(), 1);
+}
+
+#[test]
 fn a_keep_alive_is_sent_at_half_its_time() {
     let with = NvmeHostConfig { keep_alive_ms: 10_000, ..config(1) };
     for (attributes, interval_s) in [(0, 5), (1 << 6, 2)] {

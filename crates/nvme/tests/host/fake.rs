@@ -68,7 +68,9 @@ pub struct FakeController {
     had_queues: bool,
     /// Queues from this one on are rejected.
     pub reject_from: Option<u16>,
-    /// By opcode: index of the command that is not answered.
+    /// So many commands Identify Namespace and of the list fail for the moment.
+    pub identify_failures: u32,
+    /// The n-th command of an opcode is not answered.
     pub ignored: HashMap<u8, u32>,
     /// Tokens of commands that were not answered.
     pub ignored_tokens: Vec<u16>,
@@ -162,6 +164,7 @@ impl FakeTransport {
             granted: 0,
             had_queues: false,
             reject_from: None,
+            identify_failures: 0,
             ignored: HashMap::new(),
             ignored_tokens: vec![],
             mute: false,
@@ -384,6 +387,11 @@ impl FakeController {
     fn identify(&mut self, sqe: Sqe) -> NvmeStatus {
         let mut bytes = [0; IDENTIFY_BYTES];
         let nsid = sqe.nsid();
+        let is_scan = matches!(sqe.dword(10) as u8, cns::NAMESPACE | cns::ACTIVE_NAMESPACES | cns::NAMESPACE_IDS);
+        if is_scan && self.identify_failures > 0 {
+            self.identify_failures -= 1;
+            return NvmeStatus::INTERNAL;
+        }
         match sqe.dword(10) as u8 {
             cns::CONTROLLER => self.identify.write(&mut bytes),
             cns::NAMESPACE => match self.namespaces.get(&nsid) {
