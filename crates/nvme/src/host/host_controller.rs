@@ -40,7 +40,7 @@ use crate::{Doorbells, IDENTIFY_BYTES, IdentifyController, IoQueueCommand, NvmeS
 const ADMIN_POLL_NS: u64 = 1_000_000;
 const EVENT_POLL_NS: u64 = 1_000_000_000;
 
-/// How a controller is used.
+/// Configuration of a controller.
 #[derive(Clone, Copy, Debug)]
 pub struct NvmeHostConfig {
     /// Requested I/O queues.
