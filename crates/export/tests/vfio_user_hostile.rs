@@ -100,6 +100,25 @@ fn nothing_is_said_before_the_version_and_only_one_version_is_agreed_on() {
 }
 
 #[test]
+fn the_version_reply_is_within_the_limits_of_qemu() {
+    let world = world();
+    let mut client = RawClient::connect(&world.path);
+    let version = client.call(&RawClient::version(0, 1), &[]).unwrap();
+    let (end, json) = version[4..].split_last().unwrap();
+    assert_eq!(*end, 0);
+    let text = std::str::from_utf8(json).unwrap();
+    let number = |name: &str| -> u64 {
+        let (_, value) = text.split_once(&format!("\"{name}\":")).unwrap();
+        value.split_once([',', '}']).unwrap().0.parse().unwrap()
+    };
+    // VFIO_USER_MAX_MAX_FDS, VFIO_USER_MAX_MAX_XFER and VFIO_USER_DEF_MAP_MAX: QEMU refuses a server with more.
+    for (name, most) in [("max_msg_fds", 16), ("max_data_xfer_size", 64 << 20), ("max_dma_maps", 65535)] {
+        assert!((1..=most).contains(&number(name)), "{name} of {text}");
+    }
+    world.stop();
+}
+
+#[test]
 fn unknown_commands_and_those_of_a_server_are_refused() {
     let world = world();
     let mut client = RawClient::greeted(&world.path);

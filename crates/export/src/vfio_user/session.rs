@@ -30,9 +30,11 @@ use crate::core::{
 
 /// Maximum data bytes of one message. No region needs larger accesses, so each reply fits a writable socket.
 const DATA_BYTES_MAX: u32 = 4096;
-/// Maximum number of descriptors with one message.
+/// Descriptors that are received with one message.
 const DESCRIPTORS_MAX: usize = 32;
-/// Bytes of one read of the socket; a whole message fits.
+/// Descriptors that a client is asked to send with one message at most. QEMU refuses a server that announces more.
+const DESCRIPTORS_ANNOUNCED: u64 = 16;
+/// Bytes that are read at once; a whole message fits.
 const READ_BYTES: usize = 16 << 10;
 /// Region of the MSI-X table: BAR 4.
 const MSIX_REGION: u32 = 4;
@@ -216,7 +218,7 @@ impl VfioUserSession {
         self.function = Some(function);
         let defaults = VfioCapabilities::default();
         let capabilities = VfioCapabilities {
-            max_msg_fds: DESCRIPTORS_MAX as u64,
+            max_msg_fds: DESCRIPTORS_ANNOUNCED,
             max_data_xfer_size: u64::from(DATA_BYTES_MAX).try_into().unwrap_or(defaults.max_data_xfer_size),
             max_dma_maps: MAPS_MAX as u64,
             pgsizes: PAGE.try_into().unwrap_or(defaults.pgsizes),
