@@ -5,9 +5,9 @@
 #[path = "common/machine.rs"]
 mod machine;
 
-use blkyard_mq::{Op, Status};
+use blkyard_mq::{Bio, Op, Status};
 use blkyard_nvme::registers::{ACQ, AQA, ASQ, CC, ControllerConfig};
-use blkyard_nvme::{NamespaceTable, NvmeStatus, Psdt, ServedNamespace, Sqe, admin, cns, feature, io};
+use blkyard_nvme::{NamespaceTable, NextBio, NvmeStatus, Psdt, ServedNamespace, Sqe, admin, cns, feature, io};
 use machine::{
     BASE, DEVICE_BYTES, MDTS_BYTES, MEMORY_BYTES, Machine, PAGE, RawQueue, UNMAPPED, info, map_of, namespaces, result,
 };
@@ -212,6 +212,30 @@ fn a_broken_doorbell_stops_its_ring_and_no_other() {
     machine.run();
     machine.enable();
     assert_eq!(machine.admin(Sqe::abort(1, 1)), Ok(1));
+}
+
+#[test]
+fn each_command_with_a_cid_in_use_is_counted_and_interrupts() {
+    let mut machine = Machine::enabled();
+    let mut queue = machine.queue_pair(1, 8);
+    machine.is_held = true;
+    machine.push(&mut queue, Sqe::new(io::FLUSH, 1), 9);
+    machine.run();
+    for _ in 0..3 {
+        machine.push(&mut queue, Sqe::new(io::FLUSH, 1), 9);
+    }
+    let owned = machine.queues.get_mut(&1).unwrap();
+    let mut bio = Bio::with_capacity(owned.segments_max());
+    for number in 0..3 {
+        assert_eq!(owned.fetch(&mut bio), NextBio::Without, "{number}: one in each call");
+        assert_eq!(owned.publish(), Some(1), "{number}");
+    }
+    assert_eq!(owned.fetch(&mut bio), NextBio::Unavailable);
+    let refused = machine.take(&mut queue);
+    assert_eq!(refused.iter().map(|cqe| result(*cqe)).collect::<Vec<_>>(), [Err(NvmeStatus::CID_CONFLICT); 3]);
+    machine.is_held = false;
+    machine.run();
+    assert_eq!(machine.take(&mut queue).len(), 1, "the first command stays");
 }
 
 #[test]

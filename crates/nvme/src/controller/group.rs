@@ -10,6 +10,16 @@ use super::rings::{CompletionRing, DoorbellFault, SubmissionRing, TokenTable};
 use crate::doorbell::Doorbells;
 use crate::{DmaMap, NvmeStatus};
 
+/// Result of [`QueueGroup::fetch`].
+pub(crate) enum FetchOutcome {
+    /// A command.
+    Command(Fetched),
+    /// A command was refused, as its cid is in use. Its completion is written.
+    Refused,
+    /// None is available.
+    Unavailable,
+}
+
 /// A submission queue of a group.
 #[derive(Debug)]
 struct GroupMember {
@@ -81,38 +91,34 @@ impl QueueGroup {
         place.take().map(|member| member.ring.qid)
     }
 
-    /// Fetches the next command of the next submission queue, if a command and a token are available and its completion
-    /// has room. Queues that are stopped or empty are skipped.
+    /// Fetches the next command of the next submission queue, if there is one, a token is free and its completion has
+    /// room. Broken and empty queues are skipped. At most one command is taken: the host can add more without end.
     #[inline]
-    pub(crate) fn fetch(&mut self) -> Option<Fetched> {
-        let mut empty = 0;
-        // Each cid in use holds an entry of the completion ring, so this ends.
-        while empty < self.members.len() {
+    pub(crate) fn fetch(&mut self) -> FetchOutcome {
+        for _ in 0..self.members.len() {
             let place = if self.turn < self.members.len() { self.turn } else { 0 };
             let member = self.members[place].as_mut().filter(|member| !member.is_stopping);
             let Some(member) = member.and_then(|member| (member.ring.has_next() == Ok(true)).then_some(member)) else {
                 self.turn = place + 1;
-                empty += 1;
                 continue;
             };
             // The queue keeps its turn while it waits for room.
             if !self.tokens.has_free() || self.cq.has_room() != Ok(true) {
                 self.turn = place;
-                return None;
+                return FetchOutcome::Unavailable;
             }
             self.turn = place + 1;
             let sqe = member.ring.take();
             let cid = sqe.cid();
             if !member.ring.claim(cid) {
                 self.cq.write(cid, &member.ring, NvmeStatus::CID_CONFLICT.with_dnr(), 0);
-                empty = 0;
-                continue;
+                return FetchOutcome::Refused;
             }
             member.in_flight += 1;
             self.cq.reserve();
-            return Some(Fetched { token: self.tokens.take(place as u16, cid), sqe });
+            return FetchOutcome::Command(Fetched { token: self.tokens.take(place as u16, cid), sqe });
         }
-        None
+        FetchOutcome::Unavailable
     }
 
     /// Completes a command in flight, in any order. Returns its submission queue and cid.

@@ -24,7 +24,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use blkyard_mem::{RegionTable, Segment};
 use blkyard_mq::{Bio, BioFlags, Op, SECTOR_SHIFT, Status};
 
-use super::group::QueueGroup;
+use super::group::{FetchOutcome, QueueGroup};
 use super::logs::ErrorEntry;
 use super::pair::Fetched;
 use super::rings::{CompletionRing, DoorbellFault, SubmissionRing};
@@ -396,15 +396,18 @@ impl ControllerIoQueue {
             return NextBio::Without;
         }
         let parked = self.parked.take();
-        let fetched = match parked {
+        let Fetched { token, sqe } = match parked {
             Some(fetched) if self.compare.is_some() => {
                 self.parked = Some(fetched);
                 return NextBio::Unavailable;
             }
-            Some(fetched) => Some(fetched),
-            None => self.group.fetch(),
+            Some(fetched) => fetched,
+            None => match self.group.fetch() {
+                FetchOutcome::Command(fetched) => fetched,
+                FetchOutcome::Refused => return NextBio::Without,
+                FetchOutcome::Unavailable => return NextBio::Unavailable,
+            },
         };
-        let Some(Fetched { token, sqe }) = fetched else { return NextBio::Unavailable };
         self.commands[usize::from(token)] =
             IoCommandState { opcode: sqe.opcode(), nsid: sqe.nsid(), slba: sqe.slba(), ..IoCommandState::default() };
         match self.begin(token, &sqe, bio) {

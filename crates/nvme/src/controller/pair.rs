@@ -77,29 +77,28 @@ impl ControllerQueuePair {
         self.sq.fault().or(self.cq.fault())
     }
 
-    /// Fetches the next command, if there is one and its completion has room.
+    /// Fetches the next command, if there is one and its completion has room. Also returns `None` once it has refused a
+    /// command whose cid is in use: the host can add more of those without end. [`ControllerQueuePair::arm`] says
+    /// whether there is more.
     ///
     /// # Errors
     /// The host has broken the queue, now or earlier. Fetched commands may still be completed.
     #[inline]
     pub fn fetch(&mut self) -> Result<Option<Fetched>, DoorbellFault> {
-        // Each cid in use holds an entry of the completion ring, so this ends.
-        loop {
-            if !self.sq.has_next()? {
-                return self.cq.fault().map_or(Ok(None), Err);
-            }
-            if !self.cq.has_room()? {
-                return Ok(None);
-            }
-            let sqe = self.sq.take();
-            let cid = sqe.cid();
-            if !self.sq.claim(cid) {
-                self.cq.write(cid, &self.sq, NvmeStatus::CID_CONFLICT.with_dnr(), 0);
-                continue;
-            }
-            self.cq.reserve();
-            return Ok(Some(Fetched { token: self.tokens.take(0, cid), sqe }));
+        if !self.sq.has_next()? {
+            return self.cq.fault().map_or(Ok(None), Err);
         }
+        if !self.cq.has_room()? {
+            return Ok(None);
+        }
+        let sqe = self.sq.take();
+        let cid = sqe.cid();
+        if !self.sq.claim(cid) {
+            self.cq.write(cid, &self.sq, NvmeStatus::CID_CONFLICT.with_dnr(), 0);
+            return Ok(None);
+        }
+        self.cq.reserve();
+        Ok(Some(Fetched { token: self.tokens.take(0, cid), sqe }))
     }
 
     /// Completes a command in flight, in any order.
