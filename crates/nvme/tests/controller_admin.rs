@@ -5,7 +5,7 @@
 mod machine;
 
 use blkyard_mq::Status;
-use blkyard_nvme::registers::{CC, CSTS, ControllerConfig};
+use blkyard_nvme::registers::{CAP, CC, CSTS, ControllerConfig};
 use blkyard_nvme::{
     IDENTIFY_BYTES, IdentifyController, IdentifyNamespace, NvmLimits, NvmeNamespace, NvmeStatus, Psdt, Sqe, admin, cns,
     feature, io,
@@ -74,6 +74,14 @@ fn identify_data_describes_controller_and_namespaces() {
     }
     assert_eq!(identify(&mut machine, cns::CSI_CONTROLLER, 0), Ok([0; IDENTIFY_BYTES]));
     assert_eq!(identify(&mut machine, cns::CSI_NAMESPACE, 1), Ok([0; IDENTIFY_BYTES]));
+}
+
+#[test]
+fn a_shutdown_may_take_as_long_as_a_reset() {
+    let mut machine = Machine::enabled();
+    let controller = IdentifyController::parse(&identify(&mut machine, cns::CONTROLLER, 0).unwrap());
+    let ready_500ms = machine.read32(CAP) >> 24;
+    assert_eq!((controller.shutdown_us, ready_500ms), (60_000_000, 120));
 }
 
 #[test]

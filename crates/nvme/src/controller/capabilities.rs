@@ -128,6 +128,9 @@ impl ControllerOptions {
             controller_type: 1,
             // Doorbell Buffer Config.
             admin_commands: 1 << 8,
+            // A shutdown waits for the device as a reset does. Unset, it would be at the host's discretion, and Linux
+            // gives it 5 s.
+            shutdown_us: u32::from(READY_500MS) * 500_000,
             abort_limit: ABORTS_MAX as u8 - 1,
             async_event_limit: REQUESTS_MAX as u8 - 1,
             // One slot, read-only.
