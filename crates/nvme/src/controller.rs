@@ -218,12 +218,17 @@ impl Controller {
     /// Handles a reply from the owner of an I/O completion queue.
     pub fn reply(&mut self, cqid: u16, reply: ControllerQueueReply) {
         match reply {
-            ControllerQueueReply::Stopped => {
-                self.remove_cq(cqid);
-                if let Some(left) = &mut self.stopping {
+            // A queue whose deletion was on its way has no other answer.
+            ControllerQueueReply::Stopped | ControllerQueueReply::Deleted if self.stopping.is_some() => {
+                if self.remove_cq(cqid)
+                    && let Some(left) = &mut self.stopping
+                {
                     *left = left.saturating_sub(1);
                     self.finish_stop();
                 }
+            }
+            ControllerQueueReply::Stopped => {
+                self.remove_cq(cqid);
             }
             ControllerQueueReply::MemorySet(is_mapped) => {
                 self.remapping = self.remapping.saturating_sub(1);
@@ -277,8 +282,7 @@ impl Controller {
             self.fail();
         }
         if self.stopping.is_none() {
-            let queues: Vec<_> = self.cq_ids().collect();
-            for cqid in queues {
+            for cqid in self.kept_cq_ids() {
                 self.remapping += 1;
                 self.ask(cqid, ControllerQueueCommand::SetMemory(self.memory.clone(), self.doorbells.clone()));
             }
@@ -287,15 +291,15 @@ impl Controller {
 
     /// Whether an owner of a queue may still use the memory before the last [`Controller::set_memory`].
     pub fn is_remapping(&self) -> bool {
-        self.remapping > 0 || self.stopping.is_some_and(|owners| owners > 0)
+        let is_deleting = self.cqs.iter().flatten().any(|queue| queue.is_deleting);
+        self.remapping > 0 || is_deleting || self.stopping.is_some_and(|owners| owners > 0)
     }
 
     /// Replaces the namespaces, and notifies the host of changed ones.
     pub fn set_namespaces(&mut self, namespaces: NamespaceTable) {
         let is_changed = self.logs.compare(&self.namespaces, &namespaces);
         self.namespaces = Arc::new(namespaces);
-        let queues: Vec<_> = self.cq_ids().collect();
-        for cqid in queues {
+        for cqid in self.kept_cq_ids() {
             self.ask(cqid, ControllerQueueCommand::SetNamespaces(Arc::clone(&self.namespaces)));
         }
         if is_changed {
@@ -353,7 +357,8 @@ impl Controller {
         // A stopping queue sends no other reply.
         self.remapping = 0;
         if self.stopping.is_none() {
-            let queues: Vec<_> = self.cq_ids().collect();
+            let has_owner = |(qid, queue): (usize, &Option<_>)| queue.as_ref().map(|_| qid as u16);
+            let queues: Vec<_> = self.cqs.iter().enumerate().filter_map(has_owner).collect();
             self.stopping = Some(queues.len());
             for cqid in queues {
                 self.ask(cqid, ControllerQueueCommand::Stop);
@@ -404,15 +409,19 @@ impl Controller {
         self.requests.push_back(ControllerRequest::Queue(cqid, command));
     }
 
-    /// Number of I/O completion queues with an owner.
-    fn cq_ids(&self) -> impl Iterator<Item = u16> {
-        self.cqs.iter().enumerate().filter_map(|(qid, queue)| queue.as_ref().map(|_| qid as u16))
+    /// I/O completion queues that are not being deleted: the owner of any other drops it without a further answer.
+    fn kept_cq_ids(&self) -> Vec<u16> {
+        let is_kept = |queue: &Option<IoCompletionQueue>| queue.as_ref().is_some_and(|queue| !queue.is_deleting);
+        self.cqs.iter().enumerate().filter(|(_, queue)| is_kept(queue)).map(|(qid, _)| qid as u16).collect()
     }
 
-    fn remove_cq(&mut self, cqid: u16) {
-        if let Some(queue) = self.cqs.get_mut(usize::from(cqid)).and_then(Option::take) {
+    /// Says whether it was there.
+    fn remove_cq(&mut self, cqid: u16) -> bool {
+        let removed = self.cqs.get_mut(usize::from(cqid)).and_then(Option::take);
+        if let Some(queue) = &removed {
             self.logs.totals.add(&queue.shared);
         }
+        removed.is_some()
     }
 
     fn complete_admin(&mut self, token: u16, status: NvmeStatus, result: u64) {

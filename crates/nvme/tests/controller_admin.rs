@@ -7,10 +7,10 @@ mod machine;
 use blkyard_mq::Status;
 use blkyard_nvme::registers::{CAP, CC, CSTS, ControllerConfig};
 use blkyard_nvme::{
-    IDENTIFY_BYTES, IdentifyController, IdentifyNamespace, NvmLimits, NvmeNamespace, NvmeStatus, Psdt, Sqe, admin, cns,
+    ControllerQueueReply, ControllerRequest, IDENTIFY_BYTES, IdentifyController, IdentifyNamespace, NvmLimits, NvmeNamespace, NvmeStatus, Psdt, Sqe, admin, cns,
     feature, io,
 };
-use machine::{MDTS_BYTES, Machine, PAGE, UNMAPPED, namespaces, result};
+use machine::{MDTS_BYTES, Machine, PAGE, UNMAPPED, map_of, namespaces, result};
 
 const INVALID_FIELD: NvmeStatus = NvmeStatus::INVALID_FIELD;
 const ALL: u32 = u32::MAX;
@@ -532,6 +532,53 @@ fn shadow_doorbells_are_set_up_checked_and_lost_with_a_reset() {
     let mut queue = machine.queue_pair(1, 8);
     machine.store32(other + 8, 7);
     assert_eq!(machine.io(&mut queue, Sqe::new(io::FLUSH, 1)), Ok(0), "by registers again");
+}
+
+/// Carries out what the admin side asks of queues; each is dropped with its last answer, and what comes later is lost.
+fn obey(machine: &mut Machine) {
+    while let Some(ControllerRequest::Queue(cqid, command)) = machine.controller.take_request() {
+        let Some(queue) = machine.queues.get_mut(&cqid) else { continue };
+        queue.handle(command);
+        let replies: Vec<_> = std::iter::from_fn(|| queue.take_reply()).collect();
+        for reply in replies {
+            machine.controller.reply(cqid, reply);
+            if matches!(reply, ControllerQueueReply::Deleted | ControllerQueueReply::Stopped) {
+                machine.queues.remove(&cqid);
+            }
+        }
+    }
+}
+
+#[test]
+fn nothing_waits_for_an_answer_of_a_queue_that_is_deleted() {
+    let deleting = || {
+        let mut machine = Machine::enabled();
+        machine.queue_pair(1, 8);
+        machine.queue_pair(2, 8);
+        machine.admin(Sqe::delete_queue(admin::DELETE_SQ, 1)).unwrap();
+        machine.start_admin(Sqe::delete_queue(admin::DELETE_CQ, 1));
+        machine
+    };
+    // Shadow doorbells in one batch with the deletion.
+    let mut machine = deleting();
+    let (doorbells, events) = (machine.page(), machine.page());
+    machine.start_admin(Sqe::doorbell_buffer(doorbells, events));
+    machine.controller.poll(machine.now_ns);
+    obey(&mut machine);
+    assert_eq!(machine.admin_completions().iter().map(|cqe| result(*cqe)).collect::<Vec<_>>(), [Ok(0); 2]);
+    // A reset after it.
+    let mut machine = deleting();
+    machine.controller.poll(machine.now_ns);
+    machine.write32(CC, 0);
+    obey(&mut machine);
+    assert!(!machine.status().ready && machine.queues.is_empty());
+    // Other memory after it.
+    let mut machine = deleting();
+    machine.controller.poll(machine.now_ns);
+    machine.controller.set_memory(&map_of(&machine.region.clone()));
+    assert!(machine.controller.is_remapping());
+    obey(&mut machine);
+    assert!(!machine.controller.is_remapping());
 }
 
 #[test]

@@ -324,7 +324,7 @@ impl Controller {
         let Some(shadow) = self.shadow_at(doorbells, events) else { return refuse(NvmeStatus::INVALID_FIELD) };
         self.shadow = Some((doorbells, events));
         self.set_shadow(shadow);
-        let queues: Vec<_> = self.cq_ids().collect();
+        let queues = self.kept_cq_ids();
         for cqid in &queues {
             self.ask(*cqid, ControllerQueueCommand::SetDoorbells(self.doorbells.clone()));
         }
