@@ -4,7 +4,9 @@
 mod common;
 
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::FileExt;
 
+use blkyard_nvme::{Sqe, admin};
 use blkyard_sys::EventFd;
 use blkyard_wire::vfio_user::{
     DmaMapFlags, DmaMapRequest, DmaUnmapRequest, HEADER_BYTES, IrqAction, IrqData, IrqRange, IrqSetRequest,
@@ -276,6 +278,75 @@ fn a_controller_enabled_on_memory_that_is_not_there_fails_and_is_reset() {
     assert_eq!(client.call(&VfioRequest::DeviceReset, &[]), Ok(vec![]));
     assert_eq!(client.call(&read(0, 0x1c, 4), &[]).unwrap()[16], 0);
     assert_eq!(client.call(&read(0, 0x24, 4), &[]).unwrap()[16..], [0; 4], "AQA");
+    world.stop();
+}
+
+/// A host with an admin queue and nothing else: its memory is a file, mapped at [`AdminHost::BASE`].
+struct AdminHost {
+    client: RawClient,
+    memory: std::fs::File,
+    tail: u32,
+}
+
+impl AdminHost {
+    const BASE: u64 = 0x10000;
+
+    /// An enabled controller; the rings are the first two pages of the memory.
+    fn enable(world: &NvmeWorld) -> AdminHost {
+        let mut client = RawClient::greeted(&world.path);
+        let memory = file(0x10000);
+        client.call(&map(AdminHost::BASE, 0x10000, 0), &[memory.as_fd()]).unwrap();
+        let mut host = AdminHost { client, memory: memory.into(), tail: 0 };
+        host.write(0x24, &[7, 0, 7, 0]);
+        host.write(0x28, &AdminHost::BASE.to_le_bytes());
+        host.write(0x30, &(AdminHost::BASE + 0x1000).to_le_bytes());
+        host.write(0x14, &[1, 0, 0x46, 0]);
+        assert_eq!(host.client.call(&read(0, 0x1c, 4), &[]).unwrap()[16], 1, "CSTS.RDY");
+        host
+    }
+
+    fn write(&mut self, offset: u64, bytes: &[u8]) {
+        let access = RegionAccess { offset, region: 0, count: bytes.len() as u32 };
+        self.client.call(&VfioRequest::RegionWrite(access, bytes), &[]).unwrap();
+    }
+
+    /// Puts a command into a submission ring in a page of the memory.
+    fn put(&self, page: u64, index: u32, sqe: Sqe) {
+        let bytes: Vec<u8> = sqe.0.iter().flat_map(|word| word.to_le_bytes()).collect();
+        self.memory.write_all_at(&bytes, page * 0x1000 + u64::from(index) * 64).unwrap();
+    }
+
+    /// Status of a completion ring's entry in its first round; unset if it is not there.
+    fn status(&self, page: u64, index: u32) -> Option<u16> {
+        let mut bytes = [0; 2];
+        self.memory.read_exact_at(&mut bytes, page * 0x1000 + u64::from(index) * 16 + 14).unwrap();
+        let word = u16::from_le_bytes(bytes);
+        (word & 1 != 0).then_some(word >> 1)
+    }
+
+    /// Sends an admin command: it is carried out when this returns. Seven at most.
+    fn admin(&mut self, sqe: Sqe) -> Option<u16> {
+        let index = self.tail;
+        self.put(0, index, sqe.with_cid(index as u16));
+        self.tail += 1;
+        self.write(0x1000, &self.tail.to_le_bytes());
+        self.status(1, index)
+    }
+}
+
+#[test]
+fn an_admin_interrupt_waits_for_its_eventfd() {
+    let world = world();
+    let mut host = AdminHost::enable(&world);
+    assert_eq!(host.admin(Sqe::new(admin::KEEP_ALIVE, 0)), Some(0));
+    let event = EventFd::new().unwrap();
+    let range = IrqRange { index: irq_index::MSIX, start: 0, count: 1 };
+    let set =
+        VfioRequest::DeviceSetIrqs(IrqSetRequest { range, action: IrqAction::Trigger, data: IrqData::SetEventfds });
+    host.client.call(&set, &[event.as_fd()]).unwrap();
+    assert!(event.take(), "the completion came before the eventfd");
+    host.client.call(&set, &[event.as_fd()]).unwrap();
+    assert!(!event.take(), "once");
     world.stop();
 }
 

@@ -60,6 +60,8 @@ pub(crate) struct NvmeFunction {
     queues: Vec<Option<CreatedQueue>>,
     /// Eventfd of each vector.
     vectors: Vec<Option<Arc<EventFd>>>,
+    /// The admin queue interrupted while vector 0 had no eventfd.
+    is_admin_call_pending: bool,
     replies: Arc<ReplyQueue>,
     connection: Arc<UnixStream>,
     log: Arc<ExportLog>,
@@ -93,6 +95,7 @@ impl NvmeFunction {
             mappings: config.domains.iter().map(|domain| domain.map(Vec::new())).collect(),
             queues: (0..io_queues).map(|_| None).collect(),
             vectors: vec![None; usize::from(vectors)],
+            is_admin_call_pending: false,
             replies: Arc::clone(replies),
             connection: Arc::clone(connection),
             log: Arc::clone(log),
@@ -165,9 +168,8 @@ impl NvmeFunction {
             }
         }
         self.resume(config)?;
-        if is_posted {
-            self.signal(0);
-        }
+        self.is_admin_call_pending |= is_posted;
+        self.call_admin();
         Ok(())
     }
 
@@ -204,6 +206,7 @@ impl NvmeFunction {
         eventfd: Option<&Arc<EventFd>>,
     ) -> Result<(), VfioSessionError> {
         self.vectors[vector as usize] = eventfd.cloned();
+        self.call_admin();
         for (queue, remote) in self.queues.iter().zip(&config.queues) {
             if queue.as_ref().is_some_and(|queue| queue.is_running && queue.vector.map(u32::from) == Some(vector)) {
                 remote.set_call(eventfd.cloned())?;
@@ -219,12 +222,22 @@ impl NvmeFunction {
         }
     }
 
-    /// Resets the function: restores the power-on state except for memory and eventfds.
+    /// Signals the admin queue's interrupt if it is due, once vector 0 has an eventfd. I/O queues signal a new eventfd
+    /// themselves.
+    fn call_admin(&mut self) {
+        if self.is_admin_call_pending && self.vectors[0].is_some() {
+            self.is_admin_call_pending = false;
+            self.signal(0);
+        }
+    }
+
+    /// Resets the function: all is as after a power-on but memory and eventfds.
     pub(crate) fn reset(&mut self, config: &VfioUserExport) -> Result<(), VfioSessionError> {
         self.suspend_all(config)?;
         self.queues.fill_with(|| None);
         // Replies of the deleted queues are obsolete.
         self.replies.take();
+        self.is_admin_call_pending = false;
         self.controller = new_controller(&config.disk, &self.registers, &self.dma)?;
         self.pci = PciFunction::new(self.bar0_bytes(), self.vectors.len() as u16);
         self.map_for_device();
