@@ -63,7 +63,8 @@ pub enum ControllerRequest {
     Create(Box<ControllerIoQueue>),
     /// Pass a command to the I/O completion queue of this identifier.
     Queue(u16, ControllerQueueCommand),
-    /// Flush the devices of all namespaces, then call [`Controller::flushed`] with this number.
+    /// Flush the devices of all namespaces, then call [`Controller::flushed`] or [`Controller::flush_failed`] with this
+    /// number.
     Flush(u64),
 }
 
@@ -264,7 +265,20 @@ impl Controller {
         self.finish_pending(PendingAdmin::Flush(number), 0);
     }
 
-    /// Replaces the memory of the host. The previous memory is in use until [`Controller::is_remapping`] is false.
+    /// A flush that [`ControllerRequest::Flush`] asked for failed. A command that was to disable the volatile write
+    /// cache fails, and the cache stays enabled. A shutdown does not complete.
+    pub fn flush_failed(&mut self, number: u64) {
+        if !self.end_pending(PendingAdmin::Flush(number), NvmeStatus::INTERNAL, 0) {
+            return;
+        }
+        // A later command that disables it waits for a flush of its own.
+        if !self.pending.iter().any(|(_, pending)| matches!(pending, PendingAdmin::Flush(_))) {
+            self.features.write_cache = true;
+            self.set_write_through(false);
+        }
+    }
+
+    /// Replaces the memory of the host. The old one is in use until [`Controller::is_remapping`] says otherwise.
     pub fn set_memory(&mut self, map: &DmaMap) {
         let (map, number) = map.with_region(Arc::clone(&self.bounce));
         self.memory = ControllerMemory::new(map, number, self.options.transfer_bytes);
@@ -432,10 +446,18 @@ impl Controller {
 
     /// Completes the commands that wait for this event.
     fn finish_pending(&mut self, what: PendingAdmin, result: u64) {
+        self.end_pending(what, NvmeStatus::SUCCESS, result);
+    }
+
+    /// Completes the commands that wait for this, with a status. Says whether there were any.
+    fn end_pending(&mut self, what: PendingAdmin, status: NvmeStatus, result: u64) -> bool {
+        let mut is_found = false;
         while let Some(place) = self.pending.iter().position(|(_, pending)| *pending == what) {
             let (token, _) = self.pending.remove(place);
-            self.complete_admin(token, NvmeStatus::SUCCESS, result);
+            self.complete_admin(token, status, result);
+            is_found = true;
         }
+        is_found
     }
 
     /// Counts one more owner for the first command that waits for shadow doorbells.

@@ -433,6 +433,42 @@ fn a_disabled_write_cache_flushes_first_and_makes_writes_durable() {
 }
 
 #[test]
+fn a_write_cache_that_cannot_be_flushed_stays_enabled() {
+    let mut machine = Machine::enabled();
+    let mut queue = machine.queue_pair(1, 8);
+    let data = machine.page();
+    let write = Sqe::with_blocks(io::WRITE, 1, 0, 1, 0).with_data(Psdt::Prp, [data, 0]);
+    let fail = |machine: &mut Machine, place| {
+        let number = machine.flushes.remove(place);
+        machine.controller.flush_failed(number);
+        machine.admin_completions().iter().map(|cqe| result(*cqe)).collect::<Vec<_>>()
+    };
+    machine.is_flush_held = true;
+    // The second waits for the flush of the first.
+    for _ in 0..2 {
+        machine.start_admin(set(feature::WRITE_CACHE, 0));
+    }
+    assert_eq!((machine.admin_completions(), machine.flushes.len()), (vec![], 1));
+    assert_eq!(fail(&mut machine, 0), [Err(NvmeStatus::INTERNAL); 2]);
+    assert_eq!(machine.admin(get(feature::WRITE_CACHE, 0, 0)), Ok(1));
+    // Of two that are apart the later one decides.
+    for value in [0, 1, 0] {
+        machine.start_admin(set(feature::WRITE_CACHE, value));
+    }
+    assert_eq!((machine.admin_completions().len(), machine.flushes.len()), (1, 2));
+    assert_eq!(fail(&mut machine, 0), [Err(NvmeStatus::INTERNAL)]);
+    assert_eq!(machine.admin(get(feature::WRITE_CACHE, 0, 0)), Ok(0));
+    assert_eq!(fail(&mut machine, 0), [Err(NvmeStatus::INTERNAL)]);
+    assert_eq!(machine.admin(get(feature::WRITE_CACHE, 0, 0)), Ok(1));
+    machine.seen.clear();
+    machine.io(&mut queue, write).unwrap();
+    assert_eq!(machine.seen[0].1, 0, "without FUA");
+    machine.is_flush_held = false;
+    assert_eq!(machine.admin(set(feature::WRITE_CACHE, 0)), Ok(0));
+    assert_eq!(machine.admin(set(feature::WRITE_CACHE, 0)), Ok(0), "again");
+}
+
+#[test]
 fn events_wait_for_requests_and_for_their_log_page() {
     let mut machine = Machine::enabled();
     let request = Sqe::new(admin::ASYNC_EVENT, 0);

@@ -280,7 +280,8 @@ impl NvmeFunction {
                 if self.flush(config)? {
                     self.controller.flushed(number);
                 } else {
-                    self.log.warn("earlier writes cannot be made durable; the client waits for that");
+                    self.log.warn("a flush for the client failed: earlier writes may not be durable");
+                    self.controller.flush_failed(number);
                 }
             }
         }

@@ -288,16 +288,27 @@ impl Controller {
         let (result, effect) = self.features.set(sqe, data, &context)?;
         match effect {
             FeatureEffect::KeepAlive => self.start_keep_alive(),
-            FeatureEffect::WriteCache(is_enabled) => {
-                self.set_write_through(!is_enabled);
-                if !is_enabled {
-                    // Writes that completed earlier must become durable, too.
-                    return Ok(AdminOutcome::Pending(PendingAdmin::Flush(self.request_flush())));
-                }
-            }
+            FeatureEffect::WriteCache(is_enabled) => return Ok(self.switch_write_cache(is_enabled)),
             FeatureEffect::Nothing | FeatureEffect::SendTimestamp(_) => {}
         }
         Ok(AdminOutcome::Done(u64::from(result)))
+    }
+
+    /// Enables or disables the volatile write cache. When it is disabled, earlier writes are flushed, to be as durable
+    /// as later ones.
+    fn switch_write_cache(&mut self, is_enabled: bool) -> AdminOutcome {
+        let was_enabled = !self.is_write_through;
+        self.set_write_through(!is_enabled);
+        let flush = match (was_enabled, is_enabled) {
+            (_, true) => None,
+            (true, false) => Some(self.request_flush()),
+            // The command that disabled it may still wait for its flush.
+            (false, false) => self.pending.iter().rev().find_map(|(_, pending)| match pending {
+                PendingAdmin::Flush(number) => Some(*number),
+                _ => None,
+            }),
+        };
+        flush.map_or(AdminOutcome::Done(0), |number| AdminOutcome::Pending(PendingAdmin::Flush(number)))
     }
 
     fn get_features(&mut self, sqe: &Sqe) -> AdminResult {

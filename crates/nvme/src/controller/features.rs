@@ -72,8 +72,8 @@ pub(crate) struct Features {
     /// Over and under threshold of the composite temperature, K.
     thresholds: [u16; 2],
     error_recovery: u32,
-    write_cache: bool,
-    /// Maximum I/O submission and completion queues of the host.
+    pub(crate) write_cache: bool,
+    /// I/O submission and completion queues that the host may create.
     queues: [u16; 2],
     queues_max: u16,
     /// An I/O queue was created since the reset: their number is fixed until the next one.
