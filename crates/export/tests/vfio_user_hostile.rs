@@ -5,14 +5,16 @@ mod common;
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
+use std::time::Duration;
 
-use blkyard_nvme::{Sqe, admin};
+use blkyard_mq::Op;
+use blkyard_nvme::{Psdt, Sqe, admin, feature, io};
 use blkyard_sys::EventFd;
 use blkyard_wire::vfio_user::{
     DmaMapFlags, DmaMapRequest, DmaUnmapRequest, HEADER_BYTES, IrqAction, IrqData, IrqRange, IrqSetRequest,
     RegionAccess, RegionWrite, VfioRequest, irq_index,
 };
-use common::{AnyDevice, NvmeWorld, RawClient};
+use common::{AnyDevice, Gate, NvmeWorld, RawClient, Seen};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
 const ENOENT: u32 = 2;
@@ -347,6 +349,34 @@ fn an_admin_interrupt_waits_for_its_eventfd() {
     assert!(event.take(), "the completion came before the eventfd");
     host.client.call(&set, &[event.as_fd()]).unwrap();
     assert!(!event.take(), "once");
+    world.stop();
+}
+
+#[test]
+fn a_write_in_flight_is_flushed_when_the_cache_is_disabled() {
+    let gate = Gate::shut();
+    let world = NvmeWorld::new(&AnyDevice::gated(&gate), 2, 1);
+    let mut host = AdminHost::enable(&world);
+    let page = |number: u64| AdminHost::BASE + number * 0x1000;
+    assert_eq!(host.admin(Sqe::create_cq(1, 8, page(3), None)), Some(0));
+    assert_eq!(host.admin(Sqe::create_sq(1, 8, page(2), 1)), Some(0));
+    host.put(2, 0, Sqe::with_blocks(io::WRITE, 1, 0, 1, 0).with_data(Psdt::Prp, [page(4), 0]));
+    host.write(0x1008, &[1, 0, 0, 0]);
+    common::until("the write is in flight", || gate.held() == 1);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            // Time for a flush that does not wait for the write.
+            std::thread::sleep(Duration::from_millis(100));
+            gate.set_shut(false);
+        });
+        assert_eq!(host.admin(Sqe::feature(admin::SET_FEATURES, feature::WRITE_CACHE, 0)), Some(0));
+    });
+    assert_eq!(host.status(3, 0), Some(0), "the write is complete");
+    let seen = gate.seen();
+    let at = |what: fn(&Seen) -> bool| seen.iter().position(what).unwrap();
+    let (written, flushed) =
+        (at(|seen| matches!(seen, Seen::Ended(Op::Write, _))), at(|seen| matches!(seen, Seen::Taken(Op::Flush, ..))));
+    assert!(written < flushed, "{seen:?}");
     world.stop();
 }
 

@@ -340,13 +340,11 @@ impl NvmeFunction {
         }
     }
 
-    /// Makes all completed writes durable, on any queue. Returns whether the flush succeeded.
+    /// Makes durable what was fetched before. Says whether that worked; the queues are at rest afterwards.
     fn flush(&mut self, config: &VfioUserExport) -> Result<bool, VfioSessionError> {
-        let running = self.queues.iter().position(|queue| queue.as_ref().is_some_and(|queue| queue.is_running));
-        if let Some(place) = running {
-            return Ok(config.queues[place].flush()?);
-        }
-        // A flush needs a session: a session without commands runs for it.
+        // A write without FUA could be in flight, and end after the flush.
+        self.suspend_all(config)?;
+        // A queue without a session has nothing to flush: one without commands is run for it.
         let setup = self.setup(&config.name, 0, None);
         config.queues[0].run(setup)?.map_err(VfioSessionError::Queue)?;
         let is_durable = config.queues[0].flush()?;
