@@ -327,8 +327,7 @@ impl Controller {
     }
 
     fn identify_controller(&self) -> IdentifyController {
-        let has_cache = self.namespaces.iter().any(|namespace| namespace.has_cache);
-        self.options.identify(self.namespaces.identifiers(), has_cache)
+        self.options.identify(&self.namespaces)
     }
 
     /// Enables the controller with CC, AQA, ASQ and ACQ; invalid values are a fatal error (CSTS.CFS).

@@ -7,10 +7,10 @@ mod machine;
 use blkyard_mq::Status;
 use blkyard_nvme::registers::{CAP, CC, CSTS, ControllerConfig};
 use blkyard_nvme::{
-    ControllerQueueReply, ControllerRequest, IDENTIFY_BYTES, IdentifyController, IdentifyNamespace, NvmLimits, NvmeNamespace, NvmeStatus, Psdt, Sqe, admin, cns,
-    feature, io,
+    ControllerQueueReply, ControllerRequest, IDENTIFY_BYTES, IdentifyController, IdentifyNamespace, NamespaceTable,
+    NvmLimits, NvmeNamespace, NvmeStatus, Psdt, ServedNamespace, Sqe, admin, cns, feature, io,
 };
-use machine::{MDTS_BYTES, Machine, PAGE, UNMAPPED, map_of, namespaces, result};
+use machine::{MDTS_BYTES, Machine, PAGE, UNMAPPED, info, map_of, namespaces, result};
 
 const INVALID_FIELD: NvmeStatus = NvmeStatus::INVALID_FIELD;
 const ALL: u32 = u32::MAX;
@@ -74,6 +74,27 @@ fn identify_data_describes_controller_and_namespaces() {
     }
     assert_eq!(identify(&mut machine, cns::CSI_CONTROLLER, 0), Ok([0; IDENTIFY_BYTES]));
     assert_eq!(identify(&mut machine, cns::CSI_NAMESPACE, 1), Ok([0; IDENTIFY_BYTES]));
+}
+
+#[test]
+fn commands_that_no_device_supports_are_not_announced() {
+    let mut machine = Machine::enabled();
+    for (discard, zeroes) in [(0, 0), (1 << 20, 0), (0, 1 << 20)] {
+        let mut info = info(512, false);
+        (info.limits.discard_sectors_max, info.limits.write_zeroes_sectors_max) = (discard, zeroes);
+        let mut table = NamespaceTable::new(8);
+        table.set(1, ServedNamespace::new(1, 0, &info));
+        machine.controller.set_namespaces(table);
+        let controller = IdentifyController::parse(&identify(&mut machine, cns::CONTROLLER, 0).unwrap());
+        assert_eq!([2, 3].map(|bit| controller.nvm_commands >> bit & 1 != 0), [discard > 0, zeroes > 0], "ONCS");
+        let effects = log(&mut machine, 5, 4096);
+        let has = |opcode: u8| effects[1024 + usize::from(opcode) * 4] != 0;
+        assert_eq!([io::DSM, io::WRITE_ZEROES, io::WRITE].map(has), [discard > 0, zeroes > 0, true], "effects log");
+        let namespace = IdentifyNamespace::parse(&identify(&mut machine, cns::NAMESPACE, 1).unwrap());
+        let (_, info) = NvmeNamespace::new(1, &controller, &namespace, &NvmLimits::default()).unwrap();
+        let limits = [info.limits.discard_sectors_max, info.limits.write_zeroes_sectors_max];
+        assert_eq!(limits.map(|sectors| sectors > 0), [discard > 0, zeroes > 0], "as a host sees it");
+    }
 }
 
 #[test]

@@ -256,8 +256,10 @@ impl Controller {
         let bytes = (u64::from(dword10 >> 16 | (dword11 & 0xffff) << 16) + 1) * 4;
         let offset = u64::from(sqe.dword(12)) | u64::from(sqe.dword(13)) << 32;
         let queues = self.cqs.iter().flatten().map(|queue| &queue.shared);
-        let Some(page) = self.logs.page(id, queues) else { return refuse(NvmeStatus::INVALID_LOG_PAGE) };
-        // Logs are those of the controller (LPA bit 0); offsets are in bytes.
+        let Some(page) = self.logs.page(id, queues, &self.namespaces) else {
+            return refuse(NvmeStatus::INVALID_LOG_PAGE);
+        };
+        // Logs are the controller's (LPA bit 0), offsets are in bytes.
         let has_index = sqe.dword(14) & 1 << 23 != 0;
         if !matches!(sqe.nsid(), 0 | u32::MAX) || has_index || !offset.is_multiple_of(4) || offset > page.len() as u64 {
             return refuse(NvmeStatus::INVALID_FIELD);

@@ -1,5 +1,6 @@
 //! Capabilities of a controller: its options, the capability registers, and its identify data.
 
+use super::NamespaceTable;
 use super::events::REQUESTS_MAX;
 use super::logs::ERRORS_MAX;
 use crate::registers::Capabilities;
@@ -14,6 +15,11 @@ pub(crate) const WARNING_KELVIN: u16 = 343;
 const CRITICAL_KELVIN: u16 = 353;
 /// Granularity of the keep-alive timer, 100 ms: a second.
 const KEEP_ALIVE_UNITS: u16 = 10;
+
+/// ONCS: Dataset Management.
+pub(crate) const ONCS_DSM: u16 = 1 << 2;
+/// ONCS: Write Zeroes.
+pub(crate) const ONCS_WRITE_ZEROES: u16 = 1 << 3;
 
 /// All admin commands.
 pub(crate) const ADMIN_COMMANDS: [u8; 12] = [
@@ -112,7 +118,9 @@ impl ControllerOptions {
     }
 
     /// Identify data of the controller.
-    pub(crate) fn identify(&self, namespaces: u32, has_cache: bool) -> IdentifyController {
+    pub(crate) fn identify(&self, table: &NamespaceTable) -> IdentifyController {
+        let namespaces = table.identifiers();
+        let has_cache = table.iter().any(|namespace| namespace.has_cache);
         let pages = u64::from(self.transfer_bytes) / PAGE;
         IdentifyController {
             serial: padded(&self.serial),
@@ -144,8 +152,7 @@ impl ControllerOptions {
             cq_entry_shifts: 0x44,
             namespaces,
             namespaces_max: namespaces,
-            // Compare, Dataset Management, Write Zeroes, select of features, Timestamp, Verify.
-            nvm_commands: 1 | 1 << 2 | 1 << 3 | 1 << 4 | 1 << 6 | 1 << 7,
+            nvm_commands: nvm_commands(table),
             // A Flush may be for all namespaces.
             write_cache: 3 << 1 | u8::from(has_cache),
             // SGLs, in dwords.
@@ -155,7 +162,16 @@ impl ControllerOptions {
     }
 }
 
-/// CAP.TO and CRTO, in 500 ms: long enough for a device that recovers.
+/// Optional NVM commands (ONCS): those that any namespace's device supports.
+pub(crate) fn nvm_commands(table: &NamespaceTable) -> u16 {
+    let deallocates = table.iter().any(|namespace| namespace.can_deallocate);
+    let writes_zeroes = table.iter().any(|namespace| namespace.can_write_zeroes);
+    // Compare, select of features, Timestamp, Verify.
+    let always = 1 | 1 << 4 | 1 << 6 | 1 << 7;
+    always | if deallocates { ONCS_DSM } else { 0 } | if writes_zeroes { ONCS_WRITE_ZEROES } else { 0 }
+}
+
+/// CAP.TO and CRTO, in 500 ms: as long as a host may wait for a device that recovers.
 pub(crate) const READY_500MS: u8 = 120;
 
 /// Refuses an Identify command for a command set other than NVM.

@@ -148,8 +148,13 @@ impl ControllerLogs {
         is_changed
     }
 
-    /// A log page; `None` for an unknown identifier.
-    pub(crate) fn page<'a>(&self, id: u8, queues: impl Iterator<Item = &'a Arc<IoShared>>) -> Option<Vec<u8>> {
+    /// A log page; `None` if there is no such page.
+    pub(crate) fn page<'a>(
+        &self,
+        id: u8,
+        queues: impl Iterator<Item = &'a Arc<IoShared>>,
+        namespaces: &NamespaceTable,
+    ) -> Option<Vec<u8>> {
         Some(match id {
             lid::SUPPORTED => {
                 let mut page = vec![0; 256 * 4];
@@ -174,7 +179,7 @@ impl ControllerLogs {
                 }
                 page
             }
-            lid::EFFECTS => effects(),
+            lid::EFFECTS => effects(capabilities::nvm_commands(namespaces)),
             lid::FEATURE_EFFECTS => {
                 let mut page = vec![0; 256 * 4];
                 for (id, scope) in super::features::SUPPORTED {
@@ -217,7 +222,7 @@ impl ControllerLogs {
 }
 
 /// Supported commands, and their effects: data (bit 1) or capabilities of a controller (bit 3).
-fn effects() -> Vec<u8> {
+fn effects(nvm_commands: u16) -> Vec<u8> {
     const SUPPORTED: u8 = 1;
     const CHANGES_DATA: u8 = 2;
     let mut page = vec![0; 4096];
@@ -227,9 +232,12 @@ fn effects() -> Vec<u8> {
     for opcode in [io::FLUSH, io::READ, io::COMPARE, io::VERIFY] {
         page[1024 + usize::from(opcode) * 4] = SUPPORTED;
     }
-    for opcode in [io::WRITE, io::WRITE_ZEROES, io::DSM] {
-        page[1024 + usize::from(opcode) * 4] = SUPPORTED | CHANGES_DATA;
+    for (opcode, bit) in [(io::WRITE_ZEROES, capabilities::ONCS_WRITE_ZEROES), (io::DSM, capabilities::ONCS_DSM)] {
+        if nvm_commands & bit != 0 {
+            page[1024 + usize::from(opcode) * 4] = SUPPORTED | CHANGES_DATA;
+        }
     }
+    page[1024 + usize::from(io::WRITE) * 4] = SUPPORTED | CHANGES_DATA;
     debug_assert!(page[usize::from(admin::FORMAT) * 4] == 0);
     page
 }

@@ -23,6 +23,10 @@ pub struct ServedNamespace {
     pub device: u16,
     /// Whether completed writes may be lost before a flush.
     pub has_cache: bool,
+    /// Whether the device deallocates blocks.
+    pub can_deallocate: bool,
+    /// Whether the device writes zeroes without data.
+    pub can_write_zeroes: bool,
     /// Granularity of deallocation, logical blocks.
     pub deallocate_blocks: u32,
     /// Physical block, logical blocks.
@@ -51,6 +55,8 @@ impl ServedNamespace {
             format: NamespaceFormat { nsid, blocks, block_shift, read_only: info.read_only },
             device,
             has_cache: info.volatile_cache,
+            can_deallocate: info.limits.discard_sectors_max > 0,
+            can_write_zeroes: info.limits.write_zeroes_sectors_max > 0,
             deallocate_blocks: info.limits.discard_granularity_bytes / block,
             physical_blocks: info.limits.physical_block_bytes / block,
             ..ServedNamespace::default()

@@ -81,7 +81,13 @@ pub fn options() -> ControllerOptions {
 }
 
 pub fn info(block: u32, read_only: bool) -> DeviceInfo {
-    let limits = QueueLimits { logical_block_bytes: block, physical_block_bytes: block, ..QueueLimits::default() };
+    let limits = QueueLimits {
+        logical_block_bytes: block,
+        physical_block_bytes: block,
+        discard_sectors_max: 1 << 20,
+        write_zeroes_sectors_max: 1 << 20,
+        ..QueueLimits::default()
+    };
     DeviceInfo {
         capacity_sectors: DEVICE_BYTES as u64 / 512,
         limits,
