@@ -12,9 +12,13 @@ use std::io;
 use std::sync::Once;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
 
-/// Regions mapped from files at one time, in the whole process: 64 exports, each with 64 slots, a record and a log,
-/// all of them twice while they are replaced. No front-end can use them up for others.
-const MAPPINGS_MAX: usize = 64 * 2 * (64 + 2);
+/// Regions that the client of one export may have mapped from files at one time: 64 slots, a record and a log, all of
+/// them twice while they are replaced. Each kind of export is checked against it.
+pub const EXPORT_REGIONS_MAX: usize = 2 * (64 + 2);
+
+/// Regions mapped from files at one time, in the whole process: those of 64 exports. No client of one of them can use
+/// them up for others.
+const MAPPINGS_MAX: usize = 64 * EXPORT_REGIONS_MAX;
 
 struct MappingSlot {
     /// Zero when the slot is free; `BUSY` while it is being filled.

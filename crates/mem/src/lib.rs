@@ -24,6 +24,7 @@ mod wake_flag;
 pub use baton::{Baton, Holder};
 pub use counting::CountingAllocator;
 pub use dma::{DmaDomain, DmaMapping};
+pub use fault::EXPORT_REGIONS_MAX;
 pub use mailbox::Mailbox;
 pub use oneshot::{OneshotReceiver, OneshotSender, oneshot};
 pub use region::{MapError, Region, check_near};

@@ -6,14 +6,15 @@
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
-use blkyard_mem::{MapError, Region, RegionTable};
+use blkyard_mem::{EXPORT_REGIONS_MAX, MapError, Region, RegionTable};
 use blkyard_nvme::{DmaMap, DmaRange};
 use blkyard_wire::vfio_user::{DmaMapFlags, DmaMapRequest, DmaUnmapRequest};
 use rustix::io::Errno;
 
-/// Maximum number of mappings of a client, announced in the version message.
-pub(crate) const MAPS_MAX: usize = 256;
-/// Page size of mappings, bytes.
+/// Mappings that one client may have; it is told so.
+pub(crate) const MAPS_MAX: usize = 128;
+const _: () = assert!(MAPS_MAX <= EXPORT_REGIONS_MAX, "one client could use up the memory of others");
+/// Bytes of the pages in which memory is mapped.
 pub(crate) const PAGE: u64 = 4096;
 
 /// Reason for refusing a mapping. Earlier mappings stay.

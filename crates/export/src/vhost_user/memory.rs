@@ -6,11 +6,13 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use blkyard_mem::{MapError, Region, RegionTable, View};
+use blkyard_mem::{EXPORT_REGIONS_MAX, MapError, Region, RegionTable, View};
 use blkyard_virtio::{GuestMemory, GuestRange};
 
 /// Maximum number of regions of a front-end: the number of memory slots in QEMU in practice.
 pub(crate) const SLOTS_MAX: usize = 64;
+// With a record and a log, and all of them twice while they are replaced.
+const _: () = assert!(2 * (SLOTS_MAX + 2) <= EXPORT_REGIONS_MAX, "one front-end could use up the memory of others");
 
 /// Size of the low memory that a guest with a running driver has written: the first MiB holds the BIOS vectors and data
 /// of a PC, or a kernel's parameters and tables.
