@@ -190,15 +190,17 @@ impl Controller {
     /// Executes admin commands and reports events. Returns whether vector 0 is to be signalled.
     pub fn poll(&mut self, now_ns: u64) -> bool {
         self.now_ns = now_ns;
-        if self.keep_alive_until_ns.is_some_and(|until| now_ns >= until) && self.admin.is_some() {
-            self.fail();
-        }
         for _ in 0..COMMANDS_MAX {
             let Some(fetched) = self.admin.as_mut().and_then(|pair| pair.fetch().ok().flatten()) else { break };
             self.execute(fetched.token, &fetched.sqe);
         }
         self.tell_events();
-        self.admin.as_mut().is_some_and(ControllerQueuePair::take_posted)
+        let is_posted = self.admin.as_mut().is_some_and(ControllerQueuePair::take_posted);
+        // Last: a Keep Alive in the ring is in time, however late this call is.
+        if self.keep_alive_until_ns.is_some_and(|until| now_ns >= until) && self.admin.is_some() {
+            self.fail();
+        }
+        is_posted
     }
 
     /// Requests register writes for the admin queue. Returns whether commands are already available.

@@ -425,6 +425,23 @@ fn a_host_that_stops_keeping_alive_is_fatal() {
 }
 
 #[test]
+fn a_keep_alive_in_the_ring_is_in_time() {
+    let mut machine = Machine::enabled();
+    machine.admin(set(feature::KEEP_ALIVE, 2000)).unwrap();
+    // The owner was busy elsewhere.
+    machine.now_ns += 5_000_000_000;
+    assert_eq!(machine.admin(Sqe::new(admin::KEEP_ALIVE, 0)), Ok(0));
+    assert!(!machine.status().fatal);
+    assert_eq!(machine.controller.deadline_ns(), Some(machine.now_ns + 2_000_000_000));
+    // Another command is none, and its completion is still signalled.
+    machine.now_ns += 2_000_000_000;
+    machine.start_admin(Sqe::abort(1, 1));
+    machine.vectors.clear();
+    assert_eq!(machine.admin_completions().len(), 1);
+    assert!(machine.status().fatal && machine.vectors == [0]);
+}
+
+#[test]
 fn a_disabled_write_cache_flushes_first_and_makes_writes_durable() {
     let mut machine = Machine::enabled();
     let mut queue = machine.queue_pair(1, 8);
