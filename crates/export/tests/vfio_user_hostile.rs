@@ -212,7 +212,7 @@ fn memory_is_mapped_in_whole_pages_of_files_and_never_twice() {
     assert_eq!(client.call(&map(0x20000, 0x1000, 0), &[fds[0], fds[0]]), Err(EINVAL), "two descriptors");
     assert_eq!(client.call(&map(0x20000, 0x1000, 0), &[]), Ok(vec![]), "not reached, but not refused");
     assert_eq!(client.call(&unmap(0x20000, 0x1000), &[]).map(|unmapped| unmapped.len()), Ok(24));
-    // One is there.
+    // One mapping exists.
     for number in 1..128 {
         assert_eq!(client.call(&map(0x10_0000 + number * 0x1000, 0x1000, 0), &fds), Ok(vec![]), "{number}");
     }

@@ -185,9 +185,10 @@ impl Region {
         if end > file_len {
             return Err(MapError::BeyondEnd { offset, len, file_len });
         }
-        // Huge pages need offsets of their own size; a block size beyond a page is how hugetlbfs reports its page size.
+        // Huge pages are mapped whole, whatever part of them the region is; a block size beyond a page is how hugetlbfs
+        // reports its page size.
         let page = u64::try_from(stat.st_blksize).unwrap_or(0).max(PAGE_BYTES as u64);
-        let page = if page.is_power_of_two() && offset.is_multiple_of(page) { page } else { PAGE_BYTES as u64 };
+        let page = if page.is_power_of_two() { page } else { PAGE_BYTES as u64 };
         let lead = (offset % page) as usize;
         let extent = || MapError::Extent { offset, len };
         let mapping_len = usize::try_from(len)
@@ -402,6 +403,25 @@ mod tests {
         assert_eq!(&back, b"0123456789");
         assert!(rustix::fs::ftruncate(file, 4096).is_err() && rustix::fs::ftruncate(file, 20_000).is_err());
         assert!(Region::anonymous(4096).unwrap().file().is_none() && Region::shared(0).is_err());
+    }
+
+    #[test]
+    fn a_part_of_a_huge_page_is_mapped_and_unmapped() {
+        use rustix::fs::{MemfdFlags, fstat, ftruncate, memfd_create};
+        let Ok(file) = memfd_create("huge-test", MemfdFlags::CLOEXEC | MemfdFlags::HUGETLB) else {
+            eprintln!("skipped: this system has no huge pages");
+            return;
+        };
+        let page = fstat(&file).unwrap().st_blksize as u64;
+        ftruncate(&file, 2 * page).unwrap();
+        // The system needs no free huge page: none is touched.
+        let region = Region::map_file(file.as_fd(), page - 8192, 3 * 4096).unwrap();
+        let lead = region.base.as_ptr().addr() - region.mapping.addr();
+        assert_eq!((lead as u64, region.mapping_len as u64), (page - 8192, 2 * page));
+        let is_mapped = || std::fs::read_to_string("/proc/self/maps").unwrap().contains("huge-test");
+        assert!(is_mapped());
+        drop(region);
+        assert!(!is_mapped());
     }
 
     #[test]

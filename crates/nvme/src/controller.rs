@@ -280,7 +280,7 @@ impl Controller {
         }
     }
 
-    /// Replaces the memory of the host. The old one is in use until [`Controller::is_remapping`] says otherwise.
+    /// Replaces the memory of the host. The previous memory is in use until [`Controller::is_remapping`] is false.
     pub fn set_memory(&mut self, map: &DmaMap) {
         let (map, number) = map.with_region(Arc::clone(&self.bounce));
         self.memory = ControllerMemory::new(map, number, self.options.transfer_bytes);

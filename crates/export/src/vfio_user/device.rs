@@ -231,7 +231,7 @@ impl NvmeFunction {
         }
     }
 
-    /// Resets the function: all is as after a power-on but memory and eventfds.
+    /// Resets the function: restores the power-on state except for memory and eventfds.
     pub(crate) fn reset(&mut self, config: &VfioUserExport) -> Result<(), VfioSessionError> {
         self.suspend_all(config)?;
         self.queues.fill_with(|| None);
@@ -344,7 +344,7 @@ impl NvmeFunction {
     fn flush(&mut self, config: &VfioUserExport) -> Result<bool, VfioSessionError> {
         // A write without FUA could be in flight, and end after the flush.
         self.suspend_all(config)?;
-        // A queue without a session has nothing to flush: one without commands is run for it.
+        // A flush needs a session: a session without commands runs for it.
         let setup = self.setup(&config.name, 0, None);
         config.queues[0].run(setup)?.map_err(VfioSessionError::Queue)?;
         let is_durable = config.queues[0].flush()?;

@@ -11,10 +11,10 @@ use blkyard_nvme::{DmaMap, DmaRange};
 use blkyard_wire::vfio_user::{DmaMapFlags, DmaMapRequest, DmaUnmapRequest};
 use rustix::io::Errno;
 
-/// Mappings that one client may have; it is told so.
+/// Maximum number of mappings of a client, announced in the version message.
 pub(crate) const MAPS_MAX: usize = 128;
 const _: () = assert!(MAPS_MAX <= EXPORT_REGIONS_MAX, "one client could use up the memory of others");
-/// Bytes of the pages in which memory is mapped.
+/// Page size of mappings, bytes.
 pub(crate) const PAGE: u64 = 4096;
 
 /// Reason for refusing a mapping. Earlier mappings stay.

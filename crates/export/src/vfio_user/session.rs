@@ -34,7 +34,7 @@ const DATA_BYTES_MAX: u32 = 4096;
 const DESCRIPTORS_MAX: usize = 32;
 /// Descriptors that a client is asked to send with one message at most. QEMU refuses a server that announces more.
 const DESCRIPTORS_ANNOUNCED: u64 = 16;
-/// Bytes that are read at once; a whole message fits.
+/// Bytes of one read of the socket; a whole message fits.
 const READ_BYTES: usize = 16 << 10;
 /// Region of the MSI-X table: BAR 4.
 const MSIX_REGION: u32 = 4;

@@ -259,7 +259,7 @@ impl Controller {
         let Some(page) = self.logs.page(id, queues, &self.namespaces) else {
             return refuse(NvmeStatus::INVALID_LOG_PAGE);
         };
-        // Logs are the controller's (LPA bit 0), offsets are in bytes.
+        // Logs are those of the controller (LPA bit 0); offsets are in bytes.
         let has_index = sqe.dword(14) & 1 << 23 != 0;
         if !matches!(sqe.nsid(), 0 | u32::MAX) || has_index || !offset.is_multiple_of(4) || offset > page.len() as u64 {
             return refuse(NvmeStatus::INVALID_FIELD);

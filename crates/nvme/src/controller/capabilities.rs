@@ -171,7 +171,7 @@ pub(crate) fn nvm_commands(table: &NamespaceTable) -> u16 {
     always | if deallocates { ONCS_DSM } else { 0 } | if writes_zeroes { ONCS_WRITE_ZEROES } else { 0 }
 }
 
-/// CAP.TO and CRTO, in 500 ms: as long as a host may wait for a device that recovers.
+/// CAP.TO and CRTO, in 500 ms: long enough for a device that recovers.
 pub(crate) const READY_500MS: u8 = 120;
 
 /// Refuses an Identify command for a command set other than NVM.

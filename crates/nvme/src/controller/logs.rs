@@ -148,7 +148,7 @@ impl ControllerLogs {
         is_changed
     }
 
-    /// A log page; `None` if there is no such page.
+    /// A log page; `None` for an unknown identifier.
     pub(crate) fn page<'a>(
         &self,
         id: u8,
