@@ -105,6 +105,14 @@ impl<D: AsFd> Registered<D> {
         self.descriptor.as_ref().expect("taken out only by value")
     }
 
+    /// The descriptor, to be changed in place.
+    ///
+    /// # Panics
+    /// Never: only [`into_inner`](Registered::into_inner) takes it out.
+    pub fn get_mut(&mut self) -> &mut D {
+        self.descriptor.as_mut().expect("taken out only by value")
+    }
+
     /// Waits for these events from now on. Without any, `HUP` and `ERR` are still reported.
     ///
     /// # Errors
