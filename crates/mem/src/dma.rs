@@ -11,11 +11,14 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::Region;
+use crate::tables::TablePool;
 
 /// An address space in which a device reaches memory.
 pub struct DmaDomain {
     mapped: Mutex<MappedRegions>,
     on_change: Box<dyn Fn() + Send + Sync>,
+    is_bounced: bool,
+    tables: TablePool,
 }
 
 /// Regions of a domain, in the order in which they came.
@@ -30,7 +33,27 @@ impl DmaDomain {
     /// A domain without regions. `on_change` is called after each change of the list, on the thread that made it: it
     /// tells the device and does not wait.
     pub fn new(on_change: impl Fn() + Send + Sync + 'static) -> Arc<DmaDomain> {
-        Arc::new(DmaDomain { mapped: Mutex::default(), on_change: Box::new(on_change) })
+        DmaDomain::with(Box::new(on_change), false)
+    }
+
+    /// A domain in which devices reach copies of registered buffers instead of the buffers, for memory that must not be
+    /// mapped itself. Drivers copy the bytes of each I/O: see [`BufferMapping`](crate::BufferMapping).
+    pub fn bounced(on_change: impl Fn() + Send + Sync + 'static) -> Arc<DmaDomain> {
+        DmaDomain::with(Box::new(on_change), true)
+    }
+
+    fn with(on_change: Box<dyn Fn() + Send + Sync>, is_bounced: bool) -> Arc<DmaDomain> {
+        Arc::new(DmaDomain { mapped: Mutex::default(), on_change, is_bounced, tables: TablePool::default() })
+    }
+
+    /// Memory for tables of addresses of registered buffers.
+    pub(crate) fn tables(&self) -> &TablePool {
+        &self.tables
+    }
+
+    /// Whether devices reach copies of registered buffers.
+    pub fn is_bounced(&self) -> bool {
+        self.is_bounced
     }
 
     /// Has these regions mapped for as long as the mapping lives.

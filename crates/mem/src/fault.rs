@@ -68,6 +68,16 @@ impl WatchedMapping {
     pub(crate) fn faulted(&self) -> bool {
         self.faulted.load(Ordering::Relaxed)
     }
+
+    /// Does what the handler does, before an access needs it.
+    pub(crate) fn give_up(&self) {
+        let slot = &SLOTS[self.slot];
+        let (start, len) = (slot.start.load(Ordering::Relaxed), slot.len.load(Ordering::Relaxed));
+        // SAFETY: the mapping of this registration, which its owner still has.
+        if unsafe { replace_by_zeroes(start, len) } {
+            self.faulted.store(true, Ordering::Relaxed);
+        }
+    }
 }
 
 impl Drop for WatchedMapping {
@@ -95,6 +105,25 @@ fn install() -> io::Result<()> {
     Ok(())
 }
 
+/// Replaces pages by private zero pages. Returns whether that was done.
+///
+/// # Safety
+/// The range is a mapping of ours, of memory that changes at any time anyway.
+unsafe fn replace_by_zeroes(start: usize, len: usize) -> bool {
+    // SAFETY: replacing its pages at the same address keeps every pointer into it valid.
+    let replaced = unsafe {
+        libc::mmap(
+            start as *mut libc::c_void,
+            len,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_FIXED | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
+            -1,
+            0,
+        )
+    };
+    replaced != libc::MAP_FAILED
+}
+
 extern "C" fn on_sigbus(signal: libc::c_int, info: *mut libc::siginfo_t, _context: *mut libc::c_void) {
     // SAFETY: with SA_SIGINFO the kernel passes a valid siginfo, which for SIGBUS holds an address.
     let address = unsafe { (*info).si_addr() } as usize;
@@ -106,19 +135,8 @@ extern "C" fn on_sigbus(signal: libc::c_int, info: *mut libc::siginfo_t, _contex
         if start <= BUSY || slot.start.load(Ordering::Acquire) != start || address < start || address - start >= len {
             continue;
         }
-        // SAFETY: the range is a watched mapping of ours, and therefore alive; replacing its pages at the same address
-        // keeps every pointer into it valid.
-        let replaced = unsafe {
-            libc::mmap(
-                start as *mut libc::c_void,
-                len,
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_FIXED | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
-                -1,
-                0,
-            )
-        };
-        if replaced == libc::MAP_FAILED {
+        // SAFETY: the range is a watched mapping of ours, and therefore alive.
+        if !unsafe { replace_by_zeroes(start, len) } {
             break;
         }
         // SAFETY: the flag outlives the registration, which ends before the flag is freed.

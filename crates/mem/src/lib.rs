@@ -2,9 +2,9 @@
 //!
 //! A guest, the kernel and other threads write to memory that this process reads. This crate is the one place where
 //! such memory is accessed: regions and the segments that point into them, the domains in which devices reach regions,
-//! views of fields shared with a peer, the rings, mailboxes and oneshot channels between threads, and the words that
-//! say which thread owns a queue and which sleeps. Everything here is `unsafe` inside and safe outside. It knows
-//! nothing of I/O, devices or protocols.
+//! registered buffers, NUMA nodes, views of fields shared with a peer, the rings, mailboxes and oneshot channels
+//! between threads, and the words that say which thread owns a queue and which sleeps. Everything here is `unsafe`
+//! inside and safe outside. It knows nothing of I/O, devices or protocols.
 
 mod baton;
 mod counting;
@@ -13,11 +13,15 @@ mod fault;
 #[cfg(kill)]
 pub mod kill;
 mod mailbox;
+mod mapping;
+mod node;
 mod oneshot;
 mod region;
+mod registered;
 pub mod ring;
 mod segment;
 pub mod sync;
+mod tables;
 mod view;
 mod wake_flag;
 
@@ -26,8 +30,11 @@ pub use counting::CountingAllocator;
 pub use dma::{DmaDomain, DmaMapping};
 pub use fault::EXPORT_REGIONS_MAX;
 pub use mailbox::Mailbox;
+pub use mapping::{BufferAddresses, BufferMapping};
+pub use node::{prefer_node, preferred_node};
 pub use oneshot::{OneshotReceiver, OneshotSender, oneshot};
 pub use region::{MapError, Region, check_near};
+pub use registered::{BUFFERS_MAX, BufferAccess, BufferId, BufferMap, RegisterError, RegisteredBuffer};
 pub use segment::{RegionTable, Segment, Span};
 pub use view::{View, warm};
 pub use wake_flag::WakeFlag;

@@ -29,6 +29,8 @@ pub struct Region {
     watched: Option<WatchedMapping>,
     /// File for other processes to map, and the region's offset there.
     file: Option<(OwnedFd, u64)>,
+    /// Whether this process made the memory.
+    is_own: bool,
 }
 
 // SAFETY: a region is an address range that stays mapped while the region lives; all access is by raw copies and
@@ -136,7 +138,42 @@ impl Region {
         let start = mapping.cast::<u8>();
         let base = NonNull::new(start.wrapping_add(start.align_offset(align)));
         let base = base.ok_or_else(|| io::Error::other("mapped at address zero"))?;
-        Ok(Arc::new(Region { base, len, mapping, mapping_len, watched: None, file: None }))
+        let region = Region { base, len, mapping, mapping_len, watched: None, file: None, is_own: true };
+        region.follow_thread();
+        Ok(Arc::new(region))
+    }
+
+    /// Places memory of our own where its maker wants all of its memory.
+    fn follow_thread(&self) {
+        if let Some(node) = crate::preferred_node() {
+            self.prefer_node(0, self.len, node);
+        }
+    }
+
+    /// Has `len` bytes from `offset` on this NUMA node, whoever touches them first: whole pages, since a page may be
+    /// shared with a neighbour, and those at the region's ends. Present pages move, unless another process uses them
+    /// too, or a device. Advice only, for memory of our own.
+    pub(crate) fn prefer_node(&self, offset: u64, len: usize, node: u32) {
+        let Some(span) = self.span(offset, len) else { return };
+        let (base, start) = (self.start(), span.as_ptr().addr());
+        let (begin, mut end) = (start.next_multiple_of(PAGE_BYTES), start + len);
+        // The rest of the last page is unused.
+        end = if end == base + self.len { end.next_multiple_of(PAGE_BYTES) } else { end / PAGE_BYTES * PAGE_BYTES };
+        if begin < end {
+            let first = span.as_ptr().wrapping_add(begin - start);
+            crate::node::place(first.cast(), end - begin, node);
+        }
+    }
+
+    /// Address of the first byte.
+    pub(crate) fn start(&self) -> usize {
+        self.base.addr().get()
+    }
+
+    /// The NUMA node that was asked for at this offset, by [`prefer_node`](crate::prefer_node) or
+    /// [`View::prefer_node`](crate::View::prefer_node). `None` if the system chooses.
+    pub fn node_at(&self, offset: u64) -> Option<u32> {
+        crate::node::placed_at(self.span(offset, 1)?.as_ptr().cast())
     }
 
     /// Asks the system for huge pages, which avoid most page-table walks of random accesses. Advice only: its effect is
@@ -164,10 +201,13 @@ impl Region {
         let file = memfd_create("blkyard", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         ftruncate(&file, len as u64)?;
         fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
-        Region::map_file(file.as_fd(), 0, len as u64).map_err(|error| match error {
+        let mut region = Region::map_shared(file.as_fd(), 0, len as u64).map_err(|error| match error {
             MapError::System(error) => error,
             other => io::Error::new(io::ErrorKind::InvalidInput, other),
-        })
+        })?;
+        region.is_own = true;
+        region.follow_thread();
+        Ok(Arc::new(region))
     }
 
     /// Maps `len` bytes at `offset` of a file, shared with its other users. If the file shrinks later, the region turns
@@ -178,6 +218,10 @@ impl Region {
     /// # Errors
     /// See [`MapError`]; nothing stays mapped.
     pub fn map_file(file: BorrowedFd<'_>, offset: u64, len: u64) -> Result<Arc<Region>, MapError> {
+        Region::map_shared(file, offset, len).map(Arc::new)
+    }
+
+    fn map_shared(file: BorrowedFd<'_>, offset: u64, len: u64) -> Result<Region, MapError> {
         let end = offset.checked_add(len).filter(|_| len > 0).ok_or(MapError::Extent { offset, len })?;
         check_near(file)?;
         let stat = rustix::fs::fstat(file).map_err(io::Error::from)?;
@@ -209,10 +253,33 @@ impl Region {
             .map_err(io::Error::from)?
         };
         let base = NonNull::new(mapping.cast::<u8>().wrapping_add(lead)).ok_or_else(extent)?;
-        let mut region = Region { base, len: len as usize, mapping, mapping_len, watched: None, file: None };
+        let mut region =
+            Region { base, len: len as usize, mapping, mapping_len, watched: None, file: None, is_own: false };
         region.watched = Some(WatchedMapping::new(mapping as usize, mapping_len)?);
         region.file = Some((file.try_clone_to_owned()?, offset));
+        Ok(region)
+    }
+
+    /// Maps `len` bytes at `offset` of a device's file, such as the registers of a PCI device: both are whole pages.
+    /// Accesses by [`View`](crate::View) reach the device as they are made. If the device takes its memory away, the
+    /// region turns into zeroes and [`Region::is_faulted`] is true.
+    ///
+    /// # Errors
+    /// The system's error.
+    pub fn map_device(file: BorrowedFd<'_>, offset: u64, len: usize) -> io::Result<Arc<Region>> {
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a new mapping at an address of the kernel's choice overlaps no other.
+        let mapping = unsafe { mmap(std::ptr::null_mut(), len, access, MapFlags::SHARED, file, offset)? };
+        let base = NonNull::new(mapping.cast()).ok_or_else(|| io::Error::other("mapped at address zero"))?;
+        let mut region = Region { base, len, mapping, mapping_len: len, watched: None, file: None, is_own: false };
+        region.watched = Some(WatchedMapping::new(mapping as usize, len)?);
         Ok(Arc::new(region))
+    }
+
+    /// Closes the file or device from which the region was mapped, although there are holders: it turns into zeroes,
+    /// and [`Region::is_faulted`] is true. Without effect on private memory.
+    pub fn detach(&self) {
+        self.watched.iter().for_each(WatchedMapping::give_up);
     }
 
     /// Bytes in the region.
@@ -225,6 +292,13 @@ impl Region {
     /// memory is private.
     pub fn file(&self) -> Option<(BorrowedFd<'_>, u64)> {
         self.file.as_ref().map(|(file, offset)| (file.as_fd(), *offset))
+    }
+
+    /// Whether this process made the memory, and so decides alone when its pages go: it is private, or
+    /// [shared](Region::shared) with others that it gave it to. It may be pinned. A file that was mapped may be someone
+    /// else's (ADR 28).
+    pub fn is_own(&self) -> bool {
+        self.is_own
     }
 
     /// Whether the file behind the region was truncated while it was mapped. The region's content is lost.
@@ -403,6 +477,27 @@ mod tests {
         assert_eq!(&back, b"0123456789");
         assert!(rustix::fs::ftruncate(file, 4096).is_err() && rustix::fs::ftruncate(file, 20_000).is_err());
         assert!(Region::anonymous(4096).unwrap().file().is_none() && Region::shared(0).is_err());
+        assert!(ours.is_own() && !theirs.is_own() && Region::anonymous(4096).unwrap().is_own());
+    }
+
+    #[test]
+    fn a_detached_region_no_longer_holds_its_file() {
+        let file = rustix::fs::memfd_create("detach-test", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&file, 8192).unwrap();
+        let region = Region::map_device(file.as_fd(), 4096, 4096).unwrap();
+        let other = Region::map_device(file.as_fd(), 4096, 4096).unwrap();
+        let view = crate::View::new(Arc::clone(&region), 0, 4096, 4).unwrap();
+        view.store_u32(8, 7, std::sync::atomic::Ordering::Relaxed);
+        drop(file);
+        let is_mapped = || std::fs::read_to_string("/proc/self/maps").unwrap().contains("detach-test");
+        region.detach();
+        assert!(region.is_faulted() && !other.is_faulted() && is_mapped());
+        let mut bytes = [1; 12];
+        view.store_u32(8, 9, std::sync::atomic::Ordering::Relaxed);
+        other.span(0, 12).unwrap().copy_to_slice(&mut bytes);
+        assert_eq!(bytes, [0, 0, 0, 0, 0, 0, 0, 0, 7, 0, 0, 0]);
+        drop(other);
+        assert!(!is_mapped());
     }
 
     #[test]

@@ -8,7 +8,7 @@ use std::marker::PhantomData;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use crate::{PAGE_BYTES, Region};
+use crate::{BufferId, BufferMap, PAGE_BYTES, Region, RegisteredBuffer};
 
 /// Bytes of a cache line.
 const LINE_BYTES: usize = 64;
@@ -20,7 +20,7 @@ pub struct Segment {
     pub offset: u64,
     /// Bytes.
     pub len: u32,
-    /// Which region of the table.
+    /// Which region of the table; or a registered buffer, by its [id](crate::BufferId::number).
     pub region: u32,
 }
 
@@ -29,12 +29,23 @@ pub struct Segment {
 #[derive(Clone, Debug, Default)]
 pub struct RegionTable {
     places: Vec<Option<Arc<Region>>>,
+    /// The registered buffers that segments may name, all parts of regions of the table.
+    buffers: BufferMap<TableBuffer>,
+}
+
+/// A registered buffer of a table.
+#[derive(Clone, Debug, Default)]
+struct TableBuffer {
+    /// Set in every entry that is in use.
+    buffer: Option<Arc<RegisteredBuffer>>,
+    /// Its region in the table.
+    region: u32,
 }
 
 impl RegionTable {
     /// A table of these regions, numbered from zero.
     pub fn new(regions: Vec<Arc<Region>>) -> RegionTable {
-        RegionTable { places: regions.into_iter().map(Some).collect() }
+        RegionTable { places: regions.into_iter().map(Some).collect(), buffers: BufferMap::default() }
     }
 
     /// Puts a region into the first free slot; returns its index.
@@ -48,8 +59,11 @@ impl RegionTable {
         index as u32
     }
 
-    /// Removes the region from a slot, which stays empty.
+    /// Removes the region from a slot, which stays empty; and its registered buffers.
     pub fn remove(&mut self, index: u32) -> Option<Arc<Region>> {
+        let there = self.buffers.values().filter(|known| known.region == index);
+        let ids: Vec<_> = there.filter_map(|known| Some(known.buffer.as_ref()?.id())).collect();
+        ids.into_iter().for_each(|id| _ = self.buffers.remove(id));
         self.places.get_mut(index as usize)?.take()
     }
 
@@ -64,7 +78,39 @@ impl RegionTable {
         self.places.iter().enumerate().filter_map(|(index, place)| Some((index as u32, place.as_ref()?)))
     }
 
-    /// Whether a segment means the same bytes in both.
+    /// Has segments name a registered buffer. False if its region is not in the table: then nothing changes.
+    pub fn add_buffer(&mut self, buffer: &Arc<RegisteredBuffer>) -> bool {
+        let Some((region, _)) = self.iter().find(|(_, region)| Arc::ptr_eq(region, buffer.region())) else {
+            return false;
+        };
+        self.buffers.insert(buffer, TableBuffer { buffer: Some(Arc::clone(buffer)), region });
+        true
+    }
+
+    /// Removes a registered buffer: segments that name it are outside the table.
+    pub fn remove_buffer(&mut self, id: BufferId) -> Option<Arc<RegisteredBuffer>> {
+        self.buffers.remove(id)?.buffer
+    }
+
+    /// The registered buffers, in no order.
+    pub fn buffers(&self) -> impl Iterator<Item = &Arc<RegisteredBuffer>> {
+        self.buffers.values().filter_map(|known| known.buffer.as_ref())
+    }
+
+    /// The same bytes, by the number of their region: a segment of a registered buffer is found by its id. `None` if
+    /// that is stale, unknown here, or the bytes are not in the buffer. Other segments are returned as they are.
+    #[inline]
+    pub fn plain(&self, segment: Segment) -> Option<Segment> {
+        if segment.is_registered() { self.plain_of_buffer(segment) } else { Some(segment) }
+    }
+
+    #[inline]
+    fn plain_of_buffer(&self, segment: Segment) -> Option<Segment> {
+        let (known, _) = self.buffers.get(segment)?;
+        segment.is_registered().then_some(Segment { region: known.region, ..segment })
+    }
+
+    /// Whether a segment means the same bytes in both, other than by a registered buffer.
     pub fn is_same(&self, other: &RegionTable) -> bool {
         self.places.len() == other.places.len()
             && self.places.iter().zip(&other.places).all(|pair| match pair {
@@ -74,10 +120,27 @@ impl RegionTable {
             })
     }
 
+    /// The bytes of a segment that names a region by its number. `None` if it points outside the table, or names a
+    /// registered buffer, as no segment of a client does.
+    #[inline]
+    pub fn resolve_region(&self, segment: Segment) -> Option<Span<'_>> {
+        self.region(segment.region)?.span(segment.offset, segment.len as usize)
+    }
+
     /// The bytes of a segment, or `None` if it points outside the table.
     #[inline]
     pub fn resolve(&self, segment: Segment) -> Option<Span<'_>> {
-        self.region(segment.region)?.span(segment.offset, segment.len as usize)
+        match self.region(segment.region) {
+            Some(region) => region.span(segment.offset, segment.len as usize),
+            None => self.resolve_buffer(segment),
+        }
+    }
+
+    /// The same for what is no number of a region.
+    #[inline(never)]
+    fn resolve_buffer(&self, segment: Segment) -> Option<Span<'_>> {
+        let plain = self.plain_of_buffer(segment)?;
+        self.region(plain.region)?.span(plain.offset, plain.len as usize)
     }
 
     /// Whether the file behind any of the regions was cut short while mapped.

@@ -69,6 +69,13 @@ impl View {
         &self.region
     }
 
+    /// Has its whole pages on this NUMA node, and moves those that are present, unless another process uses them too,
+    /// or a device. Advice only, for memory of our own.
+    pub fn prefer_node(&self, node: u32) {
+        let offset = self.start.addr().get() - self.region.start();
+        self.region.prefer_node(offset as u64, self.len, node);
+    }
+
     /// The `len` bytes from `offset` on, to be copied, if they lie in the view.
     #[inline]
     pub fn span(&self, offset: u64, len: usize) -> Option<Span<'_>> {
