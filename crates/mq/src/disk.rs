@@ -239,6 +239,28 @@ impl<F: QueueFactory> SharedDisk<F> {
     }
 }
 
+impl<F: QueueFactory> SharedDisk<F> {
+    /// Changes all queues while threads use them, one after the other: `command` is called by the thread that runs a
+    /// queue, again and again until it returns true. First `remember` changes the factory, for queues made later; its
+    /// result is passed on.
+    /// Returns when all queues are changed; any thread may call it, also one with I/O in flight.
+    ///
+    /// # Panics
+    /// If a thread has panicked in a queue.
+    pub fn change_queues<T: Send + Sync + 'static>(
+        &self,
+        remember: impl FnOnce(&mut F) -> T,
+        command: impl Fn(&T, &mut HwQueue<F::Driver>, &mut F::Cx) -> bool + Send + Sync + 'static,
+        clock: &impl Fn() -> u64,
+    ) {
+        let mut state = self.state();
+        let remembered = remember(&mut state.factory);
+        let command = Arc::new(move |hw: &mut HwQueue<F::Driver>, cx: &mut F::Cx| command(&remembered, hw, cx));
+        let mut calls = Vec::new();
+        state.queues.iter().for_each(|open| open.shared.obtain(&command, &mut calls, clock));
+    }
+}
+
 /// Creates queues and parkers, without changing the disk.
 fn make<F: QueueFactory>(
     factory: &mut F,
@@ -378,11 +400,6 @@ impl<D: Driver<Cx>, Cx: Context> SharedSubmitter<D, Cx> {
     /// Leaves: waits until all bios of this thread are given back. The same holds as for [`SwQueue::leave`].
     pub fn leave(mut self, clock: &impl Fn() -> u64, sink: &mut impl FnMut(Box<Bio>)) {
         while self.wait(clock, sink) > 0 {}
-    }
-
-    /// The memory that segments point into.
-    pub fn memory(&self) -> &Arc<crate::RegionTable> {
-        self.ends[0].memory()
     }
 
     #[inline]

@@ -1,11 +1,12 @@
 //! The interface of a driver, [`Driver`], which a hardware queue drives, and of a device, which a user opens.
 
 use std::os::fd::BorrowedFd;
+use std::sync::Arc;
 
-use blkyard_mem::RegionTable;
+use blkyard_mem::{BufferId, RegionTable, RegisteredBuffer};
 
 use crate::fifo::put_first;
-use crate::request::{Ranges, Request, RequestState, RequestTable, Segments};
+use crate::request::{Marks, Ranges, Request, RequestState, RequestTable, Segments};
 use crate::{IoErrors, QueueLimits, SharedDepth, Status, Tag};
 
 /// Driver of a hardware queue: one queue pair of a device.
@@ -28,8 +29,8 @@ pub trait Driver<Cx: ?Sized> {
     /// Returns requests that the device has completed since the last call. `now_ns` is the time of this batch.
     fn poll(&mut self, cx: &mut Cx, memory: &RegionTable, done: &mut Done<'_>, now_ns: u64);
 
-    /// Whether the driver must be polled although no request is in flight, for a message from another thread. Asked in
-    /// every round of an idle queue.
+    /// Whether the driver must be polled although no request is in flight, for a message from another thread or an
+    /// event of its connection. Asked in every round of an idle queue.
     #[inline]
     fn wants_poll(&self) -> bool {
         false
@@ -53,6 +54,18 @@ pub trait Driver<Cx: ?Sized> {
     /// kernel, and releases the memory it prepared before. An empty table releases all resources held with this `cx`;
     /// the next call may bring another.
     fn set_memory(&mut self, _cx: &mut Cx, _memory: &RegionTable) {}
+
+    /// The memory has gained or lost regions; the others keep their numbers, and registered buffers stay. Requests may
+    /// be in flight; none of them names a region that was lost.
+    fn change_memory(&mut self, _cx: &mut Cx, _memory: &RegionTable) {}
+
+    /// Segments of later requests may name this registered buffer, which is in the memory of requests. A driver that
+    /// prepares it uses what it prepared for segments with its id; others find their bytes by the memory. Called again
+    /// for each buffer after [`Driver::set_memory`], which releases all of them.
+    fn add_buffer(&mut self, _cx: &mut Cx, _memory: &RegionTable, _buffer: &Arc<RegisteredBuffer>) {}
+
+    /// Releases what was prepared for a registered buffer: no request in flight names it, and no later one will.
+    fn remove_buffer(&mut self, _cx: &mut Cx, _buffer: BufferId) {}
 
     /// Asks the device to signal the [eventfd](Driver::eventfd) on every later completion. True if a completion came
     /// before the device saw that: then the driver must be polled. A driver without an eventfd does nothing.
@@ -104,6 +117,18 @@ impl<Cx: ?Sized, D: Driver<Cx> + ?Sized> Driver<Cx> for Box<D> {
 
     fn set_memory(&mut self, cx: &mut Cx, memory: &RegionTable) {
         (**self).set_memory(cx, memory);
+    }
+
+    fn change_memory(&mut self, cx: &mut Cx, memory: &RegionTable) {
+        (**self).change_memory(cx, memory);
+    }
+
+    fn add_buffer(&mut self, cx: &mut Cx, memory: &RegionTable, buffer: &Arc<RegisteredBuffer>) {
+        (**self).add_buffer(cx, memory, buffer);
+    }
+
+    fn remove_buffer(&mut self, cx: &mut Cx, buffer: BufferId) {
+        (**self).remove_buffer(cx, buffer);
     }
 
     #[inline]
@@ -316,9 +341,23 @@ impl Done<'_> {
         self.table.errnos.push((index as u16, errno));
     }
 
-    /// Requeues a request: it waits ahead of all that were submitted after it.
+    /// Requeues a request: it waits ahead of all that were submitted after it. Its memory is not accessed any more, but
+    /// the device may still execute it: see [`HwQueue::take_bios`](crate::HwQueue::take_bios).
     pub fn requeue(&mut self, tag: Tag) {
-        self.table.requests[tag.index()].set_idle();
+        self.requeue_marked(tag, Marks::UNANSWERED);
+    }
+
+    /// [`Done::requeue`] for a request that the device does not execute any more, because it has answered it or is
+    /// proven to execute nothing.
+    pub fn requeue_answered(&mut self, tag: Tag) {
+        self.requeue_marked(tag, Marks::empty());
+    }
+
+    fn requeue_marked(&mut self, tag: Tag, marks: Marks) {
+        let request = &mut self.table.requests[tag.index()];
+        request.set_idle();
+        request.unmark(Marks::UNANSWERED);
+        request.mark(marks | Marks::REQUEUED);
         self.requeued.push(tag.put_down());
     }
 }

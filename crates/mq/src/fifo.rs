@@ -94,6 +94,19 @@ impl Fifo {
         self.head += count;
     }
 
+    /// Removes each number for which `keep` is false; it is called in order.
+    pub(crate) fn retain(&mut self, mut keep: impl FnMut(u16) -> bool) {
+        let mut kept = self.head;
+        for at in self.head..self.numbers.len() {
+            let number = self.numbers[at];
+            if keep(number) {
+                self.numbers[kept] = number;
+                kept += 1;
+            }
+        }
+        self.numbers.truncate(kept);
+    }
+
     /// Begins at the front again if the list is empty. Returns whether it is.
     #[inline]
     pub(crate) fn rewind(&mut self) -> bool {

@@ -21,8 +21,11 @@
 //! Several devices may live behind one queue pair, the namespaces of a controller. They share its tags fairly
 //! (`namespace.rs`). Rare work is in separate files: making requests (`split.rs`), flushes (`flush.rs`), timeouts
 //! (`timeout.rs`), scheduled bios (`scheduled.rs`), rate limits (`rated.rs`), changing a running queue (`control.rs`),
-//! inspecting one (`inspect.rs`), and the parts of a bio's wait (`wait.rs`).
+//! registered buffers (`buffers.rs`), taking bios out for another queue (`take.rs`), cancelled bios (`cancel.rs`),
+//! inspecting a queue (`inspect.rs`), and the parts of a bio's wait (`wait.rs`).
 
+mod buffers;
+mod cancel;
 mod control;
 mod edges;
 mod flush;
@@ -31,6 +34,7 @@ mod namespace;
 mod rated;
 mod scheduled;
 mod split;
+mod take;
 mod timeout;
 mod wait;
 
@@ -38,7 +42,7 @@ use std::collections::VecDeque;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
-use blkyard_mem::RegionTable;
+use blkyard_mem::{BufferId, RegionTable, RegisteredBuffer};
 
 pub use self::inspect::{FlushSnapshot, HwSnapshot, NamespaceSnapshot, RequestSnapshot};
 use self::namespace::Namespace;
@@ -166,6 +170,12 @@ pub struct HwQueue<D> {
     turn_bytes: u64,
     /// A bio has joined a request that is left over, at a time not yet recorded.
     joined: bool,
+    /// Registered buffers that are to go, and are named by requests at the driver.
+    draining: Vec<BufferId>,
+    /// Registered buffers whose regions are not in the present memory.
+    absent: Vec<Arc<RegisteredBuffer>>,
+    /// Completed requests that were refused for these, before a budget gave them a slot.
+    refused: usize,
 }
 
 /// Fields that a request of the fast path copies from its bio.
@@ -256,6 +266,9 @@ impl<D> HwQueue<D> {
             hurry: false,
             turn_bytes: POLLER_BYTES_MAX,
             joined: false,
+            draining: Vec::new(),
+            absent: Vec::new(),
+            refused: 0,
         };
         for number in 0..queue.namespaces.len() {
             queue.schedule(number as u16, config.scheduler);
@@ -290,7 +303,7 @@ impl<D> HwQueue<D> {
 
     /// Scheduler of the waiting bios; of the first namespace.
     pub fn scheduler(&self) -> SchedulerConfig {
-        self.config.scheduler
+        self.namespaces[0].scheduler
     }
 
     /// The counters, readable by anyone; of several namespaces those of the first.
@@ -410,6 +423,9 @@ impl<D> HwQueue<D> {
         if self.unsplit > 0 || self.namespaces.len() > 1 {
             self.split(now_ns);
         }
+        if !self.draining.is_empty() {
+            self.refuse_draining(now_ns);
+        }
         let held_back = self.quiesced > 0 || self.retry_ns.is_some_and(|retry_ns| now_ns < retry_ns);
         let wanted = if held_back { 0 } else { self.dispatch.len() };
         if held_back {
@@ -430,7 +446,7 @@ impl<D> HwQueue<D> {
     where
         D: Driver<Cx>,
     {
-        if !self.is_idle() || self.driver.wants_poll() {
+        if !self.is_idle() || self.wants_poll::<Cx>() {
             let mut done = Done {
                 ended: &mut self.done,
                 requeued: &mut self.requeued,
@@ -450,6 +466,15 @@ impl<D> HwQueue<D> {
             ended += self.give_back(sink);
         }
         ended
+    }
+
+    /// Whether the driver is to be polled although no request is in flight.
+    #[inline]
+    pub fn wants_poll<Cx: ?Sized>(&self) -> bool
+    where
+        D: Driver<Cx>,
+    {
+        self.driver.wants_poll()
     }
 
     /// Latest time of the queue's next round, even without a completion.
@@ -586,8 +611,9 @@ impl<D> HwQueue<D> {
         // The last reap of a round sees it, too.
         self.again |= !self.dispatch.is_empty();
         if let Some(budget) = &mut self.budget {
-            budget.give(self.done.len());
+            budget.give(self.done.len() - self.refused);
         }
+        self.refused = 0;
     }
 
     /// The end of a request that is not simply one bio, or that failed.

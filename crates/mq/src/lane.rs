@@ -7,7 +7,8 @@
 //!
 //! A poller that stays idle while others are active is parked: it is armed by itself, the lane's runner listens to its
 //! eventfds, and it costs nothing in turns or sleeps until an eventfd is signalled or the lane's waker is called. So
-//! the cost of a turn depends on the active pollers only, however many a lane has.
+//! the cost of a turn depends on the active pollers only, however many a lane has. A parked poller with a deadline,
+//! such as a queue without a kick, has a single round whenever its deadline is due.
 //!
 //! Pollers come and go while the others work. One that is to leave is drained first: it fetches nothing more and
 //! completes its requests. Then it is detached, and may be admitted to another lane.
@@ -23,6 +24,7 @@
 
 mod parking;
 
+use std::collections::BinaryHeap;
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, PoisonError};
 
@@ -30,7 +32,7 @@ use blkyard_mem::sync::Mutex;
 
 use crate::idle::{IdlePolicy, Lookout};
 use crate::stats::TurnStats;
-use parking::park_ns;
+use parking::{DueRound, park_ns};
 
 /// Wakes a sleeping thread. May be called from any thread, and while none sleeps.
 pub trait Wake: Send + Sync {
@@ -178,6 +180,8 @@ struct Resident<S> {
     poller: S,
     leaving: bool,
     parked: bool,
+    /// Time of its next round while it is parked, ns; unset without a deadline.
+    due_ns: Option<u64>,
     /// Time of its last work, ns; when it was admitted or unparked, if that is later.
     busy_ns: u64,
     /// It had work since [`Lane::take_worked`] was called last.
@@ -197,6 +201,8 @@ pub struct Lane<S> {
     newly_parked: Vec<Slot>,
     /// Number of parked pollers.
     parked: usize,
+    /// Rounds of parked pollers by time. Those of pollers that were unparked meanwhile are ignored.
+    due: BinaryHeap<DueRound>,
     /// How many were asked to leave.
     leaving: usize,
     /// Bytes that an active poller may copy in a turn, as last set.
@@ -221,6 +227,7 @@ impl<S> Lane<S> {
             active: Vec::new(),
             newly_parked: Vec::new(),
             parked: 0,
+            due: BinaryHeap::new(),
             leaving: 0,
             turn_bytes: POLLER_BYTES_MAX,
             lookout: Lookout::new(policy),
@@ -264,18 +271,20 @@ impl<S> Lane<S> {
         S: Poller<Cx>,
     {
         poller.enter(cx, waker);
-        let new = Some(Resident { name, poller, leaving: false, parked: false, busy_ns: self.now_ns, worked: false });
+        let new =
+            Resident { name, poller, leaving: false, parked: false, due_ns: None, busy_ns: self.now_ns, worked: false };
         let slot = if let Some(free) = self.slots.iter().position(Option::is_none) {
-            self.slots[free] = new;
+            self.slots[free] = Some(new);
             free
         } else {
-            self.slots.push(new);
+            self.slots.push(Some(new));
             self.slots.len() - 1
         };
         self.active.push(slot);
         // Room for all from the start: parking allocates nothing.
         self.active.reserve(self.slots.len() - self.active.len());
         self.newly_parked.reserve(self.slots.len() - self.newly_parked.len());
+        self.reserve_due();
         self.share_turn::<Cx>(Some(slot));
     }
 
@@ -364,7 +373,7 @@ impl<S> Lane<S> {
         if std::mem::take(&mut self.armed) {
             self.active.iter().for_each(|&slot| resident_mut(&mut self.slots, slot).poller.disarm());
         }
-        let mut busiest = PollerState::Idle;
+        let mut busiest = self.run_due(cx);
         let mut long_idle = false;
         for &slot in &self.active {
             let resident = resident_mut(&mut self.slots, slot);
@@ -403,8 +412,12 @@ impl<S> Lane<S> {
         if self.active.iter().fold(false, arm) {
             return Idle::Turn;
         }
+        let due_ns = self.next_due_ns();
+        if due_ns.is_some_and(|due_ns| due_ns <= now_ns) {
+            return Idle::Turn;
+        }
         let deadline_ns = |&slot: &Slot| resident(&self.slots, slot).poller.deadline_ns();
-        let deadline = self.active.iter().filter_map(deadline_ns).min();
+        let deadline = self.active.iter().filter_map(deadline_ns).chain(due_ns).min();
         // With requests in flight the tick must come, since it detects slow I/O.
         let tick = (busiest == PollerState::Waiting).then_some(self.last_tick_ns + TICK_NS);
         Idle::Sleep([deadline, tick].into_iter().flatten().min())

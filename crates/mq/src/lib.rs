@@ -13,10 +13,12 @@ mod budget;
 mod disk;
 mod driver;
 mod errors;
+mod fence;
 mod fifo;
 mod hw;
 mod idle;
 mod lane;
+mod latency;
 mod limits;
 mod log_limit;
 mod map;
@@ -28,18 +30,21 @@ mod request;
 mod sched;
 mod stats;
 mod status;
+mod stream;
 mod sw;
 mod tag;
 
 pub use bio::{Bio, BioFlags, Op, Priority};
-pub use blkyard_mem::{Region, RegionTable, Segment, Span};
+pub use blkyard_mem::{BufferAccess, BufferId, Region, RegionTable, RegisterError, RegisteredBuffer, Segment, Span};
 pub use budget::{Budget, BudgetError, BudgetShare};
 pub use disk::{QueueFactory, QueuesError, SharedDisk, SharedSubmitter};
 pub use driver::{Batch, BlockDevice, DeviceInfo, Done, Driver, Shortage, TimedOut};
 pub use errors::{IoError, IoErrors};
+pub use fence::{FenceEvidence, Fenced, PathGeneration, TakenBio, UnfencedBio};
 pub use hw::{FlushSnapshot, HwQueue, HwQueueConfig, HwSnapshot, Merging, NamespaceSnapshot, RequestSnapshot};
 pub use idle::IdlePolicy;
 pub use lane::{Idle, Lane, LaneWaker, Poller, PollerState, SignalEventfd, SignalSlot, Slot, Wake};
+pub use latency::{LatencyWindow, TrackerConfig};
 pub use limits::{BioSplit, Cursor, LimitsError, QueueLimits};
 pub use log_limit::{HeldBack, LogLimit};
 pub use map::{CpuPlace, QueueCounts, QueueKind, QueueMap, QueueMaps, QueueRange};
@@ -52,7 +57,11 @@ pub use sched::{
     SchedulerSnapshot, Selected, SharedDepth, SliceKey, SliceOrder, TimesliceConfig,
 };
 pub use stats::{Held, Histogram, HistogramSnapshot, HwStats, OpClass, OpSnapshot, StatsSnapshot, TurnStats};
-pub use status::Status;
+pub use status::{Retry, Status};
+pub use stream::{
+    SendPiece, StreamDestination, StreamError, StreamEvent, StreamId, StreamInbox, StreamLimits, StreamService,
+    StreamSocket,
+};
 pub use sw::{Context, Parker, SwQueue};
 pub use tag::{Cid, Cids, Forged, Tag, TagSet};
 

@@ -166,8 +166,9 @@ impl QueueLimits {
     /// Whether a bio makes sense on a device of `capacity` sectors, before anything is split from it.
     ///
     /// # Errors
-    /// [`Status::Invalid`] if it is empty, unaligned, beyond the end, its segments are empty or do not add up, or it is
-    /// [atomic](BioFlags::ATOMIC) and no write; [`Status::NotSupported`] if the device does not do the operation at
+    /// [`Status::Invalid`] if it is empty, unaligned, beyond the end, its segments are empty or do not add up, it reads
+    /// into a registered buffer that is [read-only](blkyard_mem::BufferAccess), or it is [atomic](BioFlags::ATOMIC) and
+    /// no write; [`Status::NotSupported`] if the device does not do the operation at
     /// all.
     #[inline]
     pub fn admit(&self, bio: &Bio, capacity: u64) -> Result<(), Status> {
@@ -192,6 +193,7 @@ impl QueueLimits {
             Op::Discard if self.discard_sectors_max == 0 => return Err(Status::NotSupported),
             Op::WriteZeroes if self.write_zeroes_sectors_max == 0 => return Err(Status::NotSupported),
             Op::Discard | Op::WriteZeroes | Op::Flush => return Ok(()),
+            Op::Read if bio.segments.iter().any(|segment| segment.is_read_only()) => return Err(Status::Invalid),
             Op::Read | Op::Write => {}
         }
         if let [segment] = bio.segments[..] {

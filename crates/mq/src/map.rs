@@ -287,6 +287,37 @@ mod tests {
         assert_eq!(groups(&QueueMap::spread(&places, 1)), [(0..8).collect::<Vec<_>>()]);
     }
 
+    /// Sockets of four cores, numbered as x86 does: the second threads of all cores come after all the first.
+    fn sockets(count: u32) -> Vec<CpuPlace> {
+        let cores = 4 * count;
+        (0..2 * cores).map(|cpu| CpuPlace { node: cpu % cores / 4, core: cpu % cores, cpu }).collect()
+    }
+
+    #[test]
+    fn queues_of_two_and_four_sockets_stay_on_a_node() {
+        for (count, queues) in [(2, 2), (2, 4), (2, 7), (2, 16), (4, 4), (4, 6), (4, 16), (4, 32)] {
+            let places = sockets(count);
+            let map = QueueMap::spread(&places, queues);
+            let node = |cpu: usize| places[cpu].node;
+            let mut each = vec![0; count as usize];
+            for cpus in groups(&map).iter().filter(|cpus| !cpus.is_empty()) {
+                assert!(
+                    cpus.iter().all(|cpu| node(*cpu) == node(cpus[0])),
+                    "{count} sockets, {queues} queues: {cpus:?}"
+                );
+                each[node(cpus[0]) as usize] += 1;
+            }
+            assert_eq!(each.iter().sum::<usize>(), queues, "all queues are used");
+            assert!(each.iter().max().unwrap() - each.iter().min().unwrap() <= 1, "{each:?}");
+        }
+        // Both threads of a core use one queue.
+        let (two, four) = (QueueMap::spread(&sockets(2), 8), QueueMap::spread(&sockets(4), 16));
+        assert!((0..8).all(|cpu| two.queue_of(cpu) == cpu && two.queue_of(cpu + 8) == cpu));
+        assert!((0..16).all(|cpu| four.queue_of(cpu) == cpu && four.queue_of(cpu + 16) == cpu));
+        // Fewer queues than sockets: a socket is not divided.
+        assert!((0..16).all(|cpu| QueueMap::spread(&sockets(4), 2).queue_of(cpu) == cpu / 4 % 2));
+    }
+
     proptest! {
         /// Every queue up to the number of CPUs is used, and by CPUs of one node if there are enough queues.
         #[test]

@@ -44,6 +44,10 @@ bitflags::bitflags! {
         const SHARED = 128;
         /// Its bios have waited, or it waited for the driver: they know since when.
         const HELD = 256;
+        /// The driver gave it back without an answer: the device may still execute it.
+        const UNANSWERED = 512;
+        /// The driver gave it back.
+        const REQUEUED = 1024;
     }
 }
 
@@ -172,6 +176,18 @@ impl Request {
         self.look.set_marks(self.look.marks() - marks);
     }
 
+    /// Whether a driver had it before and gave it back.
+    #[inline]
+    pub fn was_requeued(&self) -> bool {
+        self.has(Marks::REQUEUED)
+    }
+
+    /// Whether it was given back [without an answer](crate::Done::requeue): the device may still execute it.
+    #[inline]
+    pub fn is_unanswered(&self) -> bool {
+        self.has(Marks::UNANSWERED)
+    }
+
     /// Its memory, if that is one segment of one bio and fits the device.
     #[inline]
     fn one_piece(&self) -> Option<Segment> {
@@ -270,6 +286,10 @@ pub(crate) struct Split {
     /// When the first of its parts that have ended was handed to the driver.
     pub(crate) start_ns: u64,
     pub(crate) unsplit: bool,
+    /// Parts that wait for the driver. Counted only while bios are taken out.
+    pub(crate) parts_waiting: u32,
+    /// Whether one of those is [unanswered](Marks::UNANSWERED).
+    pub(crate) unanswered: bool,
 }
 
 /// The requests of one hardware queue, and the bios they are made of.
@@ -303,6 +323,14 @@ impl RequestTable {
         };
         let requests = (0..depth).map(|_| Request::default()).collect();
         RequestTable { requests, bios, errnos: Vec::with_capacity(depth) }
+    }
+
+    /// Number of bios in requests for which this is true.
+    pub(crate) fn count_bios(&self, mut is: impl FnMut(&Bio) -> bool) -> usize {
+        let whole = self.requests.iter().filter_map(|request| request.bio.as_deref());
+        let split = self.bios.splits.iter().filter_map(|split| split.bio.as_deref());
+        let chained = self.bios.chain.links.iter().filter_map(|link| link.bio.as_deref());
+        whole.chain(split).chain(chained).filter(|bio| is(bio)).count()
     }
 
     /// Errno of a failed request.

@@ -14,16 +14,32 @@ pub enum Status {
     Timeout = 2,
     /// No room left behind the device.
     NoSpace = 3,
+    /// The path to the device failed or refused the I/O, which was not executed and will not be: another path may do
+    /// better. An I/O that the device may still execute never ends with this status.
+    Path = 4,
     /// The medium cannot return the data.
     Medium = 7,
     /// Anything else that went wrong at the device.
     Io = 10,
-    /// It would have had to wait, and is `NOWAIT`.
+    /// It would have had to wait, and is `NOWAIT` or was [cancelled](crate::HwQueue::cancel).
     Again = 12,
     /// The device is gone.
     Offline = 16,
     /// The request makes no sense: unaligned, beyond the end, without length, or in memory that is not there.
     Invalid = 19,
+}
+
+/// Whether another attempt at an I/O is worth it, and when.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Retry {
+    /// Every path would give the same answer, or the I/O is done.
+    Never,
+    /// On another path at once: the device does not execute this one.
+    Elsewhere,
+    /// On another path, a write only once this one is fenced ([`Fenced`](crate::Fenced)): the device may execute it.
+    ElsewhereFenced,
+    /// On the same path once it can wait: it was `NOWAIT`.
+    Later,
 }
 
 impl Status {
@@ -37,9 +53,21 @@ impl Status {
             61 => Status::Medium,        // ENODATA
             19 | 6 => Status::Offline,   // ENODEV, ENXIO
             22 => Status::Invalid,       // EINVAL
+            67 => Status::Path,          // ENOLINK
             110 | 62 => Status::Timeout, // ETIMEDOUT, ETIME
             11 => Status::Again,         // EAGAIN
             _ => Status::Io,
+        }
+    }
+
+    /// Whether another attempt is worth it, and when: the path-type statuses of Linux (`blk_path_error`), with
+    /// [`Status::Offline`], since a device that is gone on one path may be there on another.
+    pub fn retry(self) -> Retry {
+        match self {
+            Status::Path => Retry::Elsewhere,
+            Status::Timeout | Status::Io | Status::Offline => Retry::ElsewhereFenced,
+            Status::Again => Retry::Later,
+            Status::Ok | Status::NotSupported | Status::NoSpace | Status::Medium | Status::Invalid => Retry::Never,
         }
     }
 
@@ -62,6 +90,7 @@ impl std::fmt::Display for Status {
             Status::NotSupported => "not supported",
             Status::Timeout => "timed out",
             Status::NoSpace => "no space",
+            Status::Path => "path error",
             Status::Medium => "medium error",
             Status::Io => "I/O error",
             Status::Again => "would have to wait",

@@ -67,8 +67,6 @@ mod shared;
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
-use blkyard_mem::RegionTable;
-
 use crate::stats::HwStats;
 use crate::{Bio, Budget, BudgetError, DeviceInfo, Driver, HwQueue, Wake};
 pub(crate) use ends::{Ends, Member, Places, rings};
@@ -244,11 +242,6 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
     /// Properties of the device.
     pub fn info(&self) -> &Arc<DeviceInfo> {
         self.shared.info()
-    }
-
-    /// The memory that segments point into.
-    pub fn memory(&self) -> &Arc<RegionTable> {
-        self.shared.memory()
     }
 
     /// Counters of the hardware queue, for all its threads.

@@ -326,7 +326,7 @@ fn durability(context: &ParseContext) -> BioFlags {
 fn read_header(chain: &Chain, memory: &GuestMemory) -> Option<(u32, u64)> {
     let first = chain.readable().first()?;
     if first.len >= HEADER_BYTES as u32 {
-        let span = memory.table().resolve(Segment { len: HEADER_BYTES as u32, ..*first })?;
+        let span = memory.table().resolve_region(Segment { len: HEADER_BYTES as u32, ..*first })?;
         let [kind, sector] = span.u64s(0);
         return Some((kind as u32, sector));
     }
@@ -353,7 +353,7 @@ fn gather(segments: &[Segment], mut skip: usize, memory: &GuestMemory, to: &mut 
             skip -= len;
             continue;
         }
-        let Some(span) = memory.table().resolve(*segment) else { return false };
+        let Some(span) = memory.table().resolve_region(*segment) else { return false };
         let here = (len - skip).min(to.len() - filled);
         span.part(skip, here).copy_to_slice(&mut to[filled..filled + here]);
         filled += here;
@@ -368,7 +368,7 @@ fn gather(segments: &[Segment], mut skip: usize, memory: &GuestMemory, to: &mut 
 /// Writes a status byte. The memory is that of the chain; a byte that is no longer mapped is skipped.
 #[inline]
 pub fn write_status(memory: &GuestMemory, at: Segment, status: VirtioStatus) {
-    if let Some(span) = memory.table().resolve(Segment { len: 1, ..at }) {
+    if let Some(span) = memory.table().resolve_region(Segment { len: 1, ..at }) {
         span.copy_from_slice(&[status as u8]);
     }
 }
@@ -440,7 +440,7 @@ impl SerialId {
     pub fn write(&self, memory: &GuestMemory, segments: &[Segment]) -> u32 {
         let mut left = &self.0[..];
         for segment in segments {
-            let Some(span) = memory.table().resolve(*segment) else { break };
+            let Some(span) = memory.table().resolve_region(*segment) else { break };
             let (here, rest) = left.split_at(span.len().min(left.len()));
             span.part(0, here.len()).copy_from_slice(here);
             left = rest;

@@ -253,7 +253,8 @@ impl GuestMemory {
             let left = range.len - (addr - range.guest_addr);
             let here = usize::try_from(left).map_or(to.len(), |left| left.min(to.len()));
             let (part, rest) = to.split_at_mut(here);
-            let Some(span) = range.segment(addr, here as u32).and_then(|segment| self.table.resolve(segment)) else {
+            let Some(span) = range.segment(addr, here as u32).and_then(|segment| self.table.resolve_region(segment))
+            else {
                 return false;
             };
             span.copy_to_slice(part);

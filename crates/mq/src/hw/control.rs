@@ -30,16 +30,18 @@ fn busy_after(busy: u32, left: bool) -> u32 {
 }
 
 impl<D> HwQueue<D> {
-    /// Replaces the memory that segments point into, and lets the driver prepare for it.
+    /// Replaces the memory that segments point into, and lets the driver prepare for it. Registered buffers in regions
+    /// that stay are kept.
     ///
     /// # Panics
     /// If the queue is not [idle](HwQueue::is_idle): memory in use must stay.
-    pub fn set_memory<Cx: ?Sized>(&mut self, cx: &mut Cx, memory: Arc<RegionTable>)
+    pub fn set_memory<Cx: ?Sized>(&mut self, cx: &mut Cx, mut memory: Arc<RegionTable>)
     where
         D: Driver<Cx>,
     {
         assert!(self.is_idle(), "memory was replaced under I/O in flight");
         self.driver.set_memory(cx, &memory);
+        self.keep_buffers(cx, &mut memory);
         self.memory = memory;
     }
 
@@ -167,7 +169,7 @@ impl<D> HwQueue<D> {
         };
         let shared = self.namespaces.len() > 1 || self.budget.is_some();
         let held_back = self.quiesced > 0 || self.retry_ns.is_some();
-        self.slow_path = shared || held_back || self.again || self.busy > 0;
+        self.slow_path = shared || held_back || self.again || self.busy > 0 || !self.draining.is_empty();
     }
 }
 

@@ -93,6 +93,17 @@ impl Flush {
         self.pending.iter_mut().rev()
     }
 
+    /// Takes out a bio that waits for the next flush and has moved no data, for which this is true.
+    pub(super) fn cancel(&mut self, is_its: &mut impl FnMut(&Bio) -> bool) -> Option<Box<Bio>> {
+        let at = self.pending.iter().position(|bio| bio.steps.contains(FlushSteps::PREFLUSH) && is_its(bio))?;
+        let mut bio = self.pending.remove(at)?;
+        bio.steps = FlushSteps::empty();
+        if self.pending.is_empty() {
+            self.pending_since_ns = None;
+        }
+        Some(bio)
+    }
+
     /// Whether a flush is to be issued now.
     pub(super) fn is_due(&mut self, now_ns: u64) -> bool {
         if self.pending.is_empty() || self.in_flight {
@@ -150,6 +161,31 @@ impl Flush {
         }
         bio.steps = FlushSteps::empty();
         Some(bio)
+    }
+
+    /// The flush issued is not done: its bios wait again. Returns their number.
+    pub(super) fn cancelled(&mut self) -> usize {
+        self.in_flight = false;
+        let bios = self.running.len();
+        while let Some(bio) = self.running.pop_back() {
+            self.pending.push_front(bio);
+        }
+        bios
+    }
+
+    /// Takes out the first bio that waits for a flush not issued, after its data or before.
+    pub(super) fn take_pending(&mut self, after_data: bool) -> Option<Box<Bio>> {
+        let at = self.pending.iter().position(|bio| bio.steps.contains(FlushSteps::PREFLUSH) != after_data)?;
+        let bio = self.pending.remove(at);
+        if self.pending.is_empty() {
+            self.pending_since_ns = None;
+        }
+        bio
+    }
+
+    /// A bio whose data was in flight is taken out.
+    pub(super) fn data_taken(&mut self) {
+        self.data_in_flight -= 1;
     }
 
     /// Whether someone waits for a flush that is not issued.

@@ -14,7 +14,7 @@ use super::rated::Rated;
 use super::scheduled::Scheduled;
 use crate::limits::{Cursor, FastPath};
 use crate::stats::{Held, HwStats};
-use crate::{Bio, BioFlags, DeviceInfo, QueueLimits};
+use crate::{Bio, BioFlags, DeviceInfo, QueueLimits, SchedulerConfig};
 
 /// The least that an active namespace may hold.
 const SHARE_MIN: usize = 4;
@@ -37,6 +37,8 @@ pub(super) struct Namespace {
     pub(super) bios: VecDeque<Box<Bio>>,
     /// Scheduler of all other bios, if any.
     pub(super) scheduled: Option<Scheduled>,
+    /// Its configuration.
+    pub(super) scheduler: SchedulerConfig,
     /// How often that has changed.
     pub(super) tickets: u16,
     /// Rate limits, if any.
@@ -72,6 +74,7 @@ impl Namespace {
             info: Arc::clone(&info),
             bios: VecDeque::with_capacity(bios_max),
             scheduled: None,
+            scheduler: SchedulerConfig::None,
             tickets: 0,
             rated: None,
             partial: None,
@@ -130,10 +133,22 @@ impl Namespace {
         self.bios.len() + usize::from(self.partial.is_some()) + scheduled
     }
 
+    /// Whether its scheduler has bios.
+    pub(super) fn has_scheduled(&self) -> bool {
+        self.scheduled.as_ref().is_some_and(|scheduled| scheduled.waiting() > 0)
+    }
+
     /// Whether its share lets it have one more tag.
     #[inline]
     pub(super) fn may_take(&self) -> bool {
         self.held < self.share
+    }
+
+    /// A tag of it is back, of several namespaces or not.
+    pub(super) fn uncount_tag(&mut self, several: bool) {
+        if several {
+            self.held -= 1;
+        }
     }
 
     /// Whether it has something to do just now.
@@ -171,9 +186,8 @@ impl<D> HwQueue<D> {
     /// A tag of a namespace is back.
     #[inline]
     pub(super) fn uncount_tag(&mut self, number: usize) {
-        if self.namespaces.len() > 1 {
-            self.namespaces[number].held -= 1;
-        }
+        let several = self.namespaces.len() > 1;
+        self.namespaces[number].uncount_tag(several);
     }
 
     /// Divides the tags among the active namespaces.

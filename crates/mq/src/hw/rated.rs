@@ -65,6 +65,11 @@ impl Rated {
         self.held_until_ns.is_some()
     }
 
+    /// Releases the waiting bios until the next check.
+    pub(super) fn release(&mut self) {
+        self.held_until_ns = None;
+    }
+
     /// For how much longer.
     pub(super) fn held_ns(&self, now_ns: u64) -> Option<u64> {
         self.held_until_ns.map(|until_ns| until_ns.saturating_sub(now_ns))
@@ -171,10 +176,7 @@ impl<D> HwQueue<D> {
 
     /// Releases held bios until the next check.
     pub(super) fn release(&mut self) {
-        self.namespaces
-            .iter_mut()
-            .filter_map(|namespace| namespace.rated.as_mut())
-            .for_each(|rated| rated.held_until_ns = None);
+        self.namespaces.iter_mut().filter_map(|namespace| namespace.rated.as_mut()).for_each(Rated::release);
     }
 
     /// A bio that has to pass a limit.
@@ -258,13 +260,17 @@ impl<D> HwQueue<D> {
                     self.namespaces[number].bios.push_back(bio);
                 }
             }
-            // With no held bio left, no later event would end the hold.
-            let namespace = &mut self.namespaces[number];
-            if namespace.waiting() == usize::from(namespace.partial.is_some())
-                && let Some(rated) = &mut namespace.rated
-            {
-                rated.held_until_ns = None;
-            }
+            self.end_empty_hold(number);
+        }
+    }
+
+    /// Ends the hold of a namespace without held bios: no later event would.
+    pub(super) fn end_empty_hold(&mut self, number: usize) {
+        let namespace = &mut self.namespaces[number];
+        if namespace.waiting() == usize::from(namespace.partial.is_some())
+            && let Some(rated) = &mut namespace.rated
+        {
+            rated.held_until_ns = None;
         }
     }
 

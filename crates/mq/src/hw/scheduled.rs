@@ -74,6 +74,13 @@ impl Scheduled {
         self.arrived.push(bio);
     }
 
+    /// Takes out a bio for which this is true of those that are not inserted yet.
+    pub(super) fn cancel_arrived(&mut self, is_its: &mut impl FnMut(&Bio) -> bool) -> Option<Box<Bio>> {
+        let at = self.arrived.iter().position(|bio| is_its(bio))?;
+        self.carried -= usize::from(at < self.carried);
+        Some(self.arrived.remove(at))
+    }
+
     /// Inserts arrived bios into the scheduler, with the round's time.
     fn begin_round(&mut self, now_ns: u64, clocks_ns: &[u64; 3]) {
         if !self.arrived.is_empty() || self.kept_until_ns.is_some_and(|until_ns| now_ns >= until_ns) {
@@ -181,12 +188,10 @@ impl<D> HwQueue<D> {
     /// The same, by its configuration. Builds the scheduler, which allocates.
     pub fn schedule(&mut self, namespace: u16, config: SchedulerConfig) {
         let (depth, bios_max) = (self.tags.limit(), self.config.bios_max);
-        let Some(of) = self.namespaces.get(usize::from(namespace)) else { return };
+        let Some(of) = self.namespaces.get_mut(usize::from(namespace)) else { return };
+        of.scheduler = config;
         let scheduler = config.build(depth, bios_max, &of.info);
         self.set_scheduler(namespace, scheduler);
-        if namespace == 0 {
-            self.config.scheduler = config;
-        }
     }
 
     /// A bio that is to be scheduled, if it does not rather come back than wait.

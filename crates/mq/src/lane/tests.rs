@@ -174,7 +174,65 @@ fn a_poller_that_finds_work_as_it_is_parked_goes_on() {
 }
 
 #[test]
-fn a_poller_with_a_deadline_and_the_latest_busy_one_are_not_parked() {
+fn a_parked_poller_with_a_deadline_has_one_round_when_it_is_due() {
+    let busy = Fake { work: u32::MAX, ..Fake::default() };
+    let mut lane = lane(vec![Fake { due: Some(1_000_000), ..Fake::default() }, busy], 0);
+    turn_until(&mut lane, 0, 60_000);
+    assert_eq!(parked(&mut lane), [0]);
+    let runs = fake(&mut lane, 0).runs;
+    turn_until(&mut lane, 70_000, 990_000);
+    assert_eq!(fake(&mut lane, 0).runs, runs);
+    fake(&mut lane, 0).due = Some(1_500_000);
+    turn_until(&mut lane, 1_000_000, 1_490_000);
+    assert_eq!((fake(&mut lane, 0).runs, fake(&mut lane, 0).armed, lane.active()), (runs + 1, true, [1].as_slice()));
+    fake(&mut lane, 0).work = 2;
+    turn_until(&mut lane, 1_500_000, 1_520_000);
+    assert_eq!((fake(&mut lane, 0).work, lane.active()), (0, [1, 0].as_slice()));
+    assert!(!fake(&mut lane, 0).armed);
+}
+
+#[test]
+fn a_sleep_ends_when_a_parked_poller_is_due() {
+    let due = |due| Fake { due: Some(due), ..Fake::default() };
+    let mut lane = lane(vec![due(1_000_000), due(1_000_000), Fake { work: 8, ..Fake::default() }], 0);
+    turn_until(&mut lane, 0, 70_000);
+    assert_eq!(parked(&mut lane).len(), 2);
+    turn_until(&mut lane, 80_000, 190_000);
+    // One wake-up for both.
+    assert_eq!(lane.turn(&mut (), 200_000), Idle::Sleep(Some(1_000_000)));
+    for slot in [0, 1] {
+        fake(&mut lane, slot).due = None;
+    }
+    assert_eq!(lane.turn(&mut (), 1_000_000), Idle::Sleep(None));
+    // Its earlier rounds are outdated.
+    lane.unpark::<()>(0);
+    assert_eq!(lane.turn(&mut (), 2_000_000), Idle::Sleep(None));
+}
+
+#[test]
+fn many_due_pollers_do_not_delay_the_active_ones() {
+    let busy = Fake { work: u32::MAX, ..Fake::default() };
+    let idle = (0..1000).map(|_| Fake { due: Some(1_000_000), ..Fake::default() });
+    let mut lane = lane(std::iter::once(busy).chain(idle).collect(), 0);
+    turn_until(&mut lane, 0, 60_000);
+    assert_eq!(parked(&mut lane).len(), 1000);
+    for slot in 1..=1000 {
+        fake(&mut lane, slot).due = Some(9_000_000);
+    }
+    let runs = |lane: &Lane<Fake>| lane.pollers().skip(1).map(|poller| poller.runs).sum::<u32>();
+    let mut before = runs(&lane);
+    for _ in 0..250 {
+        lane.turn(&mut (), 1_000_000);
+        let after = runs(&lane);
+        assert_eq!(after - std::mem::replace(&mut before, after), 4);
+    }
+    lane.turn(&mut (), 1_000_000);
+    assert_eq!((runs(&lane), lane.active()), (before, [0].as_slice()));
+    assert!(lane.due.capacity() < 4096 && lane.due.len() == 1000);
+}
+
+#[test]
+fn a_poller_with_a_due_deadline_and_the_latest_busy_one_are_not_parked() {
     let due = Fake { due: Some(1), ..Fake::default() };
     let mut lane = lane(vec![Fake::default(), due, Fake { work: 1, ..Fake::default() }], u64::MAX);
     // Without an end to spinning the upper bound holds.

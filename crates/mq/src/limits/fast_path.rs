@@ -3,7 +3,7 @@
 //! The common case. A bio that passes may become a request unchanged; any other goes through [`QueueLimits::admit`] and
 //! [`QueueLimits::split`], which know the rules.
 
-use crate::{Bio, BioFlags, Op, QueueLimits, SECTOR_SHIFT};
+use crate::{Bio, BioFlags, Op, QueueLimits, SECTOR_SHIFT, Segment};
 
 /// Conditions of the fast path: a valid bio with data in one segment, no special flags, and one request of one piece. A
 /// few comparisons cover all rules.
@@ -62,7 +62,9 @@ impl FastPath {
             | (len ^ (sectors << SECTOR_SHIFT))
             | u64::from(bio.op as u8 & self.op_slow)
             | u64::from(bio.flags.bits() & self.flags_slow)
-            | u64::from(bio.namespace);
+            | u64::from(bio.namespace)
+            // Writes from there take the slow path, too.
+            | u64::from(segment.region & Segment::READ_ONLY_BIT);
         wrong == 0
             && sectors.wrapping_sub(1) < self.sectors_max
             // A bio within the maximum length is within the device.
@@ -75,8 +77,8 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::Status;
     use crate::limits::Cursor;
-    use crate::{Segment, Status};
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(1024))]
@@ -106,6 +108,25 @@ mod tests {
             let plain = FastPath::new(&limits, 100, read_only, slow).is(&bio);
             prop_assert!(!plain || whole);
             prop_assert!(plain || !whole || chunk != 0 || flags.intersects(slow | BioFlags::ATOMIC));
+        }
+    }
+
+    #[test]
+    fn a_read_into_a_read_only_buffer_is_refused() {
+        let limits = QueueLimits::default();
+        let plain = FastPath::new(&limits, 100, false, BioFlags::PREFLUSH);
+        for (op, read_only, is_plain, admitted) in [
+            (Op::Read, false, true, Ok(())),
+            (Op::Write, false, true, Ok(())),
+            (Op::Read, true, false, Err(Status::Invalid)),
+            (Op::Write, true, false, Ok(())),
+        ] {
+            let region = 1 << 31 | if read_only { Segment::READ_ONLY_BIT } else { 0 };
+            let segment = Segment { region, offset: 0, len: 4096 };
+            let bio = Bio { op, sectors: 8, segments: vec![segment], ..Bio::default() };
+            assert_eq!((plain.is(&bio), limits.admit(&bio, 100)), (is_plain, admitted), "{op:?} {read_only}");
+            let two = Bio { sectors: 16, segments: vec![Segment { region: 0, ..segment }, segment], ..bio };
+            assert_eq!(limits.admit(&two, 100), admitted, "{op:?} {read_only}");
         }
     }
 

@@ -85,6 +85,14 @@ impl Pieces {
     }
 }
 
+/// Whether a bio fails for a stale registered buffer only if the request does: either none of them is in a registered
+/// buffer, or all in the same.
+fn are_of_one_fate(request: &Shape, bio: &Bio) -> bool {
+    let same = |segment: &Segment| segment.region == request.first.region;
+    let mut segments = [request.first, request.last].into_iter().chain(bio.segments.iter().copied());
+    !segments.any(Segment::is_registered) || (same(&request.last) && bio.segments.iter().all(same))
+}
+
 impl QueueLimits {
     /// Whether a bio may join a waiting request of whole bios, and how. Then `request` becomes both together.
     ///
@@ -95,7 +103,7 @@ impl QueueLimits {
     /// Says whether another request may match ([`NoMerge::Kind`]); `request` is unchanged then.
     #[inline]
     pub(crate) fn merge(&self, request: &mut Shape, bio: &Bio) -> Result<Merge, NoMerge> {
-        let kind = self.merge_kind(request, bio).ok_or(NoMerge::Kind)?;
+        let kind = self.merge_kind(request, bio).filter(|_| are_of_one_fate(request, bio)).ok_or(NoMerge::Kind)?;
         *request = self.merged(request, bio, kind).ok_or(NoMerge::Limits)?;
         Ok(kind)
     }
@@ -277,6 +285,27 @@ mod tests {
             ("three in two", l, read(0, &[(0, 512), (4096, 512)]), read(2, &[(4608, 512)]), Ok((Back, 0, 3, 2, 1))),
             ("three", l, read(0, &[(0, 512), (4096, 512)]), read(2, &[(9216, 512)]), Err(Limits)),
             ("a long one is two", l, read(0, &[(0, 512)]), read(1, &[(8192, 12288)]), Err(Limits)),
+        ]);
+    }
+
+    #[test]
+    fn a_bio_in_a_registered_buffer_joins_others_of_that_buffer_only() {
+        let l = QueueLimits::default();
+        let read = |sector, at, regions: &[u32]| {
+            let segments: Vec<_> = (0_u64..).zip(regions).map(|(n, _)| (at + n * 65536, 4096)).collect();
+            let mut bio = bio(Op::Read, sector, 8 * regions.len() as u32, &segments);
+            bio.segments.iter_mut().zip(regions).for_each(|(segment, region)| segment.region = *region);
+            bio
+        };
+        let (one, other) = (1 << 31, 1 << 31 | 1);
+        check(&[
+            ("in a row", l, read(0, 0, &[one]), read(8, 4096, &[one]), Ok((Back, 0, 16, 1, 1))),
+            ("apart", l, read(0, 0, &[one]), read(8, 16384, &[one]), Ok((Back, 0, 16, 2, 1))),
+            ("two buffers", l, read(0, 0, &[one]), read(8, 4096, &[other]), Err(Kind)),
+            ("behind a region", l, read(0, 0, &[0]), read(8, 4096, &[one]), Err(Kind)),
+            ("before a region", l, read(8, 4096, &[0]), read(0, 0, &[one]), Err(Kind)),
+            ("a region behind", l, read(0, 0, &[one]), read(8, 4096, &[0]), Err(Kind)),
+            ("in the middle", l, read(0, 0, &[0]), read(8, 16384, &[0, one, 0]), Err(Kind)),
         ]);
     }
 

@@ -2,11 +2,13 @@
 //!
 //! Turns, records of sleepers, and the end of a queue are here; [`SwQueue`](super::SwQueue) is a thread's view.
 
-use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use blkyard_mem::ring::Consumer;
 use blkyard_mem::sync::{AtomicBool, Ordering};
-use blkyard_mem::{Baton, Holder, RegionTable};
+use blkyard_mem::{Baton, Holder};
 
 use super::{Context, Ends, Member, Parker, rings};
 use crate::stats::HwStats;
@@ -31,8 +33,13 @@ const HOLD_NS: u64 = 64_000;
 const HOLD_READS_MAX: u32 = 8192;
 /// Attempts to take the baton after that time; it is released between two batches.
 const ATTEMPTS_MAX: u32 = 64;
+/// Interval at which a queue is run for a command that has to be repeated.
+const REPEAT: Duration = Duration::from_millis(1);
 /// Interval of the scan for slow requests, and so the longest watch.
 const TICK_NS: u64 = 1_000_000_000;
+
+/// Work for the present or next owner of a queue.
+type OwnerCommand<D, Cx> = Box<dyn FnOnce(&mut HwQueue<D>, &mut Cx) + Send>;
 
 /// A shared hardware queue.
 pub(crate) struct SharedHwQueue<D, Cx> {
@@ -42,10 +49,13 @@ pub(crate) struct SharedHwQueue<D, Cx> {
     submitters: Box<[SubmitterSlot]>,
     /// The queue is to accept no more bios. Set before the baton is requested, and so seen by its holder.
     closing: AtomicBool,
+    /// Commands for the owner, and whether there are any. Posted before the baton is requested, and so seen by its
+    /// holder.
+    commands: Mutex<Vec<OwnerCommand<D, Cx>>>,
+    has_commands: AtomicBool,
     /// Poll queue: no thread sleeps here.
     polled: bool,
     info: Arc<DeviceInfo>,
-    memory: Arc<RegionTable>,
     stats: Arc<HwStats>,
 }
 
@@ -131,7 +141,7 @@ impl<D, Cx> SharedHwQueue<D, Cx> {
     ) -> SharedHwQueue<D, Cx> {
         assert!(hw.is_idle() && hw.room() > 0, "a queue is shared before it is used");
         assert!(parkers.len() >= members.len() && u16::try_from(parkers.len()).is_ok(), "{} submitters", parkers.len());
-        let (info, memory, stats) = (Arc::clone(hw.info()), Arc::clone(hw.memory()), Arc::clone(hw.stats()));
+        let (info, stats) = (Arc::clone(hw.info()), Arc::clone(hw.stats()));
         let core = Core {
             hw,
             cx,
@@ -153,15 +163,12 @@ impl<D, Cx> SharedHwQueue<D, Cx> {
         };
         let submitters = parkers.into_iter().map(submitter).collect();
         let (baton, closing) = (Baton::new(Some(core)), AtomicBool::new(false));
-        SharedHwQueue { baton, submitters, closing, polled, info, memory, stats }
+        let (commands, has_commands) = (Mutex::default(), AtomicBool::new(false));
+        SharedHwQueue { baton, submitters, closing, commands, has_commands, polled, info, stats }
     }
 
     pub(crate) fn info(&self) -> &Arc<DeviceInfo> {
         &self.info
-    }
-
-    pub(crate) fn memory(&self) -> &Arc<RegionTable> {
-        &self.memory
     }
 
     pub(crate) fn stats(&self) -> &Arc<HwStats> {
@@ -397,6 +404,43 @@ impl<D: Driver<Cx>, Cx: Context> SharedHwQueue<D, Cx> {
         self.call(calls);
     }
 
+    /// Has the owner of the queue call this, again and again until it returns true; between two calls the queue runs.
+    ///
+    /// # Panics
+    /// If a thread has panicked in the queue.
+    pub(crate) fn obtain<T>(&self, command: &Arc<T>, calls: &mut Vec<usize>, clock: &impl Fn() -> u64)
+    where
+        T: Fn(&mut HwQueue<D>, &mut Cx) -> bool + Send + Sync + 'static,
+    {
+        loop {
+            let (answer, answered) = sync_channel(1);
+            let command = Arc::clone(command);
+            let obey = move |hw: &mut HwQueue<D>, cx: &mut Cx| {
+                let is_done = command(hw, cx);
+                // What it holds is let go of before the caller continues. That one waits.
+                drop(command);
+                let _ = answer.send(is_done);
+            };
+            self.commands.lock().unwrap_or_else(PoisonError::into_inner).push(Box::new(obey));
+            // Published by the baton's read-modify-write, like all announcements.
+            self.has_commands.store(true, Ordering::Release);
+            self.set_pending(true, calls);
+            let is_done = loop {
+                match answered.recv_timeout(REPEAT) {
+                    Ok(is_done) => break is_done,
+                    Err(RecvTimeoutError::Timeout) => assert!(!self.is_broken(), "a thread has panicked in the queue"),
+                    Err(RecvTimeoutError::Disconnected) => panic!("a command has panicked in the queue"),
+                }
+            };
+            // What the driver has begun continues, whether a thread has I/O or not.
+            self.start(calls, clock);
+            if is_done {
+                return;
+            }
+            std::thread::sleep(REPEAT);
+        }
+    }
+
     /// Waits until a frozen queue is empty, and dismantles it. Returns the members with their rings; queue and context
     /// are dropped.
     pub(crate) fn close(&self, calls: &mut Vec<usize>, clock: &impl Fn() -> u64) -> Vec<Member> {
@@ -609,6 +653,10 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
             self.frozen = true;
             self.hw.freeze();
         }
+        // Pairs with the store in `SharedHwQueue::obtain`.
+        if shared.has_commands.load(Ordering::Acquire) {
+            self.obey(shared);
+        }
         for (submitter, place) in shared.submitters.iter().enumerate() {
             // Pairs with the store in `SharedHwQueue::announce_up`: its later announcements are seen below.
             if place.up.load(Ordering::Relaxed) && place.up.swap(false, Ordering::Acquire) {
@@ -629,6 +677,13 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
                 self.wake_sleeper(submitter, shared, calls);
             }
         }
+    }
+
+    #[cold]
+    fn obey(&mut self, shared: &SharedHwQueue<D, Cx>) {
+        shared.has_commands.store(false, Ordering::Relaxed);
+        let commands = std::mem::take(&mut *shared.commands.lock().unwrap_or_else(PoisonError::into_inner));
+        commands.into_iter().for_each(|command| command(&mut self.hw, &mut self.cx));
     }
 
     /// Strikes a parked member off the record, and notes that it is to be woken.

@@ -4,8 +4,8 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use blkyard_mq::{
-    Batch, Bio, BioFlags, DeviceInfo, Done, Driver, HwQueue, HwQueueConfig, HwSnapshot, Op, QueueLimits, RegionTable,
-    Segment, Shortage, Status, Tag, TimedOut,
+    Batch, Bio, BioFlags, BufferId, DeviceInfo, Done, Driver, HwQueue, HwQueueConfig, HwSnapshot, Op, QueueLimits,
+    RegionTable, RegisteredBuffer, Segment, Shortage, Status, Tag, TimedOut,
 };
 
 /// A request that the device has.
@@ -53,7 +53,18 @@ pub struct Hand {
     pub late: VecDeque<Late>,
     /// Which requests it was asked about: first sectors.
     pub asked: Vec<u64>,
-    ready: Vec<(Tag, Option<Status>)>,
+    /// Registered buffers that it was told of.
+    pub buffers: Vec<BufferId>,
+    /// Regions of its memory, as told last.
+    pub regions: Vec<u32>,
+    ready: Vec<(Tag, Answer)>,
+}
+
+/// How a request comes back from the device.
+enum Answer {
+    Ended(Status),
+    Requeued,
+    Refused,
 }
 
 impl Default for Hand {
@@ -67,6 +78,8 @@ impl Default for Hand {
             short_of: Shortage::Device,
             late: VecDeque::from([Late::MoreTime]),
             asked: Vec::new(),
+            buffers: Vec::new(),
+            regions: Vec::new(),
             ready: Vec::new(),
         }
     }
@@ -96,13 +109,19 @@ impl Hand {
     /// Is done with the first request that this holds for, and will say so when it is polled.
     pub fn end(&mut self, is: impl Fn(&Held) -> bool, status: Status) {
         let tag = self.take(is);
-        self.ready.push((tag, Some(status)));
+        self.ready.push((tag, Answer::Ended(status)));
     }
 
     /// Requeues the first matching request.
     pub fn requeue(&mut self, is: impl Fn(&Held) -> bool) {
         let tag = self.take(is);
-        self.ready.push((tag, None));
+        self.ready.push((tag, Answer::Requeued));
+    }
+
+    /// The same for a request that the device will not execute.
+    pub fn requeue_answered(&mut self, is: impl Fn(&Held) -> bool) {
+        let tag = self.take(is);
+        self.ready.push((tag, Answer::Refused));
     }
 
     fn take(&mut self, is: impl Fn(&Held) -> bool) -> Tag {
@@ -143,12 +162,30 @@ impl Driver<()> for Hand {
     }
 
     fn poll(&mut self, (): &mut (), _: &RegionTable, done: &mut Done<'_>, _: u64) {
-        for (tag, status) in self.ready.drain(..) {
-            match status {
-                Some(status) => done.complete(tag, status),
-                None => done.requeue(tag),
+        for (tag, answer) in self.ready.drain(..) {
+            match answer {
+                Answer::Ended(status) => done.complete(tag, status),
+                Answer::Requeued => done.requeue(tag),
+                Answer::Refused => done.requeue_answered(tag),
             }
         }
+    }
+
+    fn set_memory(&mut self, (): &mut (), memory: &RegionTable) {
+        self.buffers.clear();
+        self.regions = memory.iter().map(|(number, _)| number).collect();
+    }
+
+    fn change_memory(&mut self, (): &mut (), memory: &RegionTable) {
+        self.regions = memory.iter().map(|(number, _)| number).collect();
+    }
+
+    fn add_buffer(&mut self, (): &mut (), _: &RegionTable, buffer: &Arc<RegisteredBuffer>) {
+        self.buffers.push(buffer.id());
+    }
+
+    fn remove_buffer(&mut self, (): &mut (), buffer: BufferId) {
+        self.buffers.retain(|known| *known != buffer);
     }
 
     fn timed_out(&mut self, (): &mut (), _: &RegionTable, place: usize, done: &mut Done<'_>, _: u64) -> TimedOut {

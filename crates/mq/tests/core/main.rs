@@ -2,6 +2,8 @@
 //! maps rules to tests.
 #![cfg(not(any(loom, shuttle)))]
 
+mod buffers;
+mod cancel;
 mod control;
 mod flush;
 mod hand;
@@ -15,4 +17,5 @@ mod rounds;
 mod sched;
 mod share;
 mod tags;
+mod take;
 mod timeout;

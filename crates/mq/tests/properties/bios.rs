@@ -68,7 +68,7 @@ proptest! {
                 Status::Invalid | Status::NotSupported => {
                     prop_assert!(own.is_empty() || status == Status::Invalid, "{submission:?} {own:?}");
                 }
-                Status::NoSpace | Status::Offline => prop_assert!(false, "{submission:?} ended with {status}"),
+                Status::NoSpace | Status::Path | Status::Offline => prop_assert!(false, "{submission:?} ended with {status}"),
             }
         }
         prop_assert!(ended.iter().all(|times| *times == 1));

@@ -58,6 +58,8 @@ pub struct SharedMemory {
 #[derive(Debug)]
 pub struct BlkRing {
     ring: DriverRing,
+    /// All of the queue's memory.
+    memory: View,
     /// Request slots, and their address at the device.
     places: View,
     places_addr: u64,
@@ -131,6 +133,7 @@ impl BlkRing {
             avail: view(avail, used - avail),
             used: view(used, layout.places - used),
         };
+        let whole = view(0, layout.bytes);
         let places = view(layout.places, layout.bytes - layout.places);
         let places_addr = memory.addr + layout.places as u64;
         let tables = disk.features.contains(Features::INDIRECT_DESC).then(|| {
@@ -147,6 +150,7 @@ impl BlkRing {
         let ring = DriverRing::new(ring, size, disk.features, tables, RingBase::start(disk.features))?;
         Ok(BlkRing {
             ring,
+            memory: whole,
             has_tables,
             status_rows: vec![0; usize::from(layout.depth)].into(),
             places,
@@ -161,6 +165,11 @@ impl BlkRing {
             phase: RequestPhase::Serving,
             violations,
         })
+    }
+
+    /// Has all of the queue's memory on this NUMA node, as far as the device has not touched it.
+    pub fn prefer_node(&self, node: u32) {
+        self.memory.prefer_node(node);
     }
 
     /// Requests that may be in flight at one time: the queue core has as many tags, or fewer.

@@ -160,7 +160,8 @@ impl<S: FnMut(&Bio, &RegionTable) -> Status, Cx: ?Sized> Driver<Cx> for Loopback
     fn queue_rqs(&mut self, _cx: &mut Cx, memory: &RegionTable, batch: &mut Batch<'_>) {
         // The device polls in its turn.
         let _ = self.driver.queue(batch, |segment: Segment| {
-            memory.resolve(segment).map(|_| region_addr(segment.region) + segment.offset)
+            let segment = memory.plain(segment)?;
+            memory.resolve_region(segment).map(|_| region_addr(segment.region) + segment.offset)
         });
     }
 

@@ -13,6 +13,8 @@
 //! and writes it, we read it. A request with ranges has a table of three rows and no segments, so
 //! that the rest of its rows is room for them.
 
+use blkyard_mem::PAGE_BYTES;
+
 use crate::blk::{HEADER_BYTES, ID_BYTES, RANGE_BYTES};
 use crate::chain::DESC_BYTES;
 use crate::driver::disk::BlkDisk;
@@ -62,7 +64,7 @@ pub struct BlkLayout {
     pub depth: u16,
     /// Rows of each slot's table.
     pub rows: u16,
-    /// Bytes in all.
+    /// Bytes in all: whole pages, since queues of different NUMA nodes share none.
     pub bytes: usize,
 }
 
@@ -82,6 +84,7 @@ impl BlkLayout {
         let rows = rows(disk.info.limits.segments_max);
         let stride = (TABLE_AT + usize::from(rows) * DESC_BYTES).next_multiple_of(PLACE_ALIGN);
         let depth = disk.depth(size);
-        BlkLayout { size, parts, places: at, stride, depth, rows, bytes: at + usize::from(depth) * stride }
+        let bytes = (at + usize::from(depth) * stride).next_multiple_of(PAGE_BYTES);
+        BlkLayout { size, parts, places: at, stride, depth, rows, bytes }
     }
 }
