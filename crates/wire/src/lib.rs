@@ -5,4 +5,5 @@
 //! have arrived, and imports no other crate of the project.
 #![forbid(unsafe_code)]
 
+pub mod nvme_tcp;
 pub mod vfio_user;

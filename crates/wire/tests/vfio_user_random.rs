@@ -43,7 +43,10 @@ fn version(is_reply: bool) -> impl Strategy<Value = VfioVersion> {
 }
 
 fn unmap() -> impl Strategy<Value = DmaUnmapRequest> {
-    prop_oneof![Just(DmaUnmapRequest::All), extent().prop_map(|(address, size)| DmaUnmapRequest::One { address, size })]
+    prop_oneof![
+        Just(DmaUnmapRequest::All),
+        extent().prop_map(|(address, size)| DmaUnmapRequest::Range { address, size })
+    ]
 }
 
 fn write() -> impl Strategy<Value = RegionWrite> {

@@ -133,7 +133,13 @@ fn requests_are_read_and_written_as_specified() {
         (
             bytes![24_u32, 0_u32, 0x10_0000_u64, 0x4000_u64],
             0,
-            VfioRequest::DmaUnmap(DmaUnmapRequest::One { address: 0x10_0000, size: 0x4000 }),
+            VfioRequest::DmaUnmap(DmaUnmapRequest::Range { address: 0x10_0000, size: 0x4000 }),
+        ),
+        // Sent by QEMU when a guest turns on its IOMMU.
+        (
+            bytes![24_u32, 0_u32, 0xfef0_0000_u64, 0xffff_ffff_0110_0000_u64],
+            0,
+            VfioRequest::DmaUnmap(DmaUnmapRequest::Range { address: 0xfef0_0000, size: 0xffff_ffff_0110_0000 }),
         ),
         (bytes![24_u32, 2_u32, 0_u64, 0_u64], 0, VfioRequest::DmaUnmap(DmaUnmapRequest::All)),
         (bytes![16_u32, 0_u32, 0_u32, 0_u32], 0, VfioRequest::DeviceGetInfo),
@@ -185,7 +191,7 @@ fn replies_are_read_and_written_as_specified() {
         (
             bytes![24_u32, 0_u32, 0x10_0000_u64, 0x4000_u64],
             0,
-            VfioReply::DmaUnmap(DmaUnmapRequest::One { address: 0x10_0000, size: 0x4000 }),
+            VfioReply::DmaUnmap(DmaUnmapRequest::Range { address: 0x10_0000, size: 0x4000 }),
         ),
         (
             bytes![16_u32, 3_u32, 9_u32, 5_u32],
@@ -213,7 +219,7 @@ fn replies_are_read_and_written_as_specified() {
             VfioReply::DeviceGetRegionInfo(region(Some(vec![SparseArea { offset: 0x1000, size: 0x3000 }]))),
         ),
         (
-            bytes![64_u32, 15_u32, 0_u32, 0_u32, 0x4000_u64, 1_u64 << 40],
+            bytes![64_u32, 7_u32, 0_u32, 0_u32, 0x4000_u64, 1_u64 << 40],
             0,
             VfioReply::RegionInfoCut { argsz: 64, fixed: region(None) },
         ),

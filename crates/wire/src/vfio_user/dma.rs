@@ -41,8 +41,8 @@ pub struct DmaMapRequest {
 /// Memory of the client, to be unmapped. Also the payload of the reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DmaUnmapRequest {
-    /// One mapping, identified by its exact range.
-    One {
+    /// All mappings within a range, which may have none and may end with the address space.
+    Range {
         /// Address of its first byte.
         address: u64,
         /// Bytes; not zero.
@@ -70,8 +70,11 @@ impl DmaMapRequest {
         let flags = fields.u32()?;
         let flags = DmaMapFlags::from_bits(flags).ok_or(MessageError::Flags { command, flags })?;
         let (offset, address, size) = (fields.u64()?, fields.u64()?, fields.u64()?);
+        if size == 0 {
+            return Err(MessageError::Range { command, start: address, len: size });
+        }
         check_range(command, offset, size)?;
-        check_extent(command, address, size)?;
+        check_range(command, address, size)?;
         Ok(DmaMapRequest { flags, offset, address, size })
     }
 
@@ -88,7 +91,11 @@ impl DmaUnmapRequest {
         fields.argsz(UNMAP_BYTES)?;
         let (flags, address, size) = (fields.u32()?, fields.u64()?, fields.u64()?);
         match flags {
-            0 => check_extent(command, address, size).map(|()| DmaUnmapRequest::One { address, size }),
+            0 => {
+                let last = size.checked_sub(1).and_then(|bytes| address.checked_add(bytes));
+                last.ok_or(MessageError::Range { command, start: address, len: size })?;
+                Ok(DmaUnmapRequest::Range { address, size })
+            }
             UNMAP_ALL if address == 0 && size == 0 => Ok(DmaUnmapRequest::All),
             UNMAP_ALL => Err(MessageError::Range { command, start: address, len: size }),
             _ => Err(MessageError::Flags { command, flags }),
@@ -97,7 +104,7 @@ impl DmaUnmapRequest {
 
     pub(super) fn encode(&self) -> Vec<u8> {
         let (flags, address, size) = match *self {
-            DmaUnmapRequest::One { address, size } => (0, address, size),
+            DmaUnmapRequest::Range { address, size } => (0, address, size),
             DmaUnmapRequest::All => (UNMAP_ALL, 0, 0),
         };
         payload![UNMAP_BYTES as u32, flags, address, size]
@@ -139,11 +146,4 @@ impl DmaAccess {
         bytes.extend_from_slice(data);
         bytes
     }
-}
-
-fn check_extent(command: Command, address: u64, size: u64) -> Result<(), MessageError> {
-    if size == 0 {
-        return Err(MessageError::Range { command, start: address, len: size });
-    }
-    check_range(command, address, size)
 }

@@ -97,6 +97,11 @@ impl<D> FrameReader<D> {
         Ok(Some(Frame { header, payload, descriptors: std::mem::take(&mut self.descriptors) }))
     }
 
+    /// The received part of a message, and its descriptors.
+    pub fn part(&self) -> (&[u8], &[D]) {
+        (&self.bytes, &self.descriptors)
+    }
+
     /// The stream has ended.
     ///
     /// # Errors

@@ -199,9 +199,10 @@ impl RegionInfo {
         bytes
     }
 
-    /// The reply without the capabilities, for which `argsz` bytes are needed.
+    /// The reply without the capabilities, for which `argsz` bytes are needed. It does not announce them: QEMU refuses
+    /// capabilities without an offset.
     pub(super) fn encode_cut(&self, argsz: u32) -> Vec<u8> {
-        self.encode_fixed(argsz, self.flags | RegionFlags::CAPS, 0)
+        self.encode_fixed(argsz, self.flags, 0)
     }
 
     fn encode_fixed(&self, argsz: u32, flags: RegionFlags, first: u32) -> Vec<u8> {
