@@ -30,6 +30,11 @@ pub fn thread_cpu_ns() -> u64 {
     clock_ns(libc::CLOCK_THREAD_CPUTIME_ID).unwrap_or(0)
 }
 
+/// CPU time of this process, all its threads together, ns.
+pub fn process_cpu_ns() -> u64 {
+    clock_ns(libc::CLOCK_PROCESS_CPUTIME_ID).unwrap_or(0)
+}
+
 /// Nanoseconds of any clock of the system, if it can be read.
 pub(crate) fn clock_ns(clock: libc::clockid_t) -> Option<u64> {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };

@@ -11,13 +11,15 @@
 //! It does not cache, does not grow the file unless asked to, and knows no image format.
 
 mod error;
-mod holder;
-mod lock;
+pub(crate) mod holder;
+pub(crate) mod lock;
 mod open;
 mod place;
 mod queue;
 mod size;
 
+use std::fs::File;
+use std::os::fd::AsFd;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -28,6 +30,23 @@ use blkyard_mq::{BlockDevice, DeviceInfo};
 
 pub use error::OpenError;
 pub use queue::FileQueue;
+
+/// Locks an open block device against other programs, for as long as it is open.
+///
+/// # Errors
+/// Its user, in words.
+pub(crate) fn claim_block_device(device: &File) -> Result<(), String> {
+    let user = |pid: Option<i32>| {
+        let named = pid.map(|pid| format!("process {pid} holds a lock on it"));
+        let found = || device.metadata().ok().and_then(|metadata| holder::living_holder(&metadata));
+        named.or_else(found).unwrap_or_else(|| "another process holds a lock on it".into())
+    };
+    match lock::lock(device.as_fd(), false) {
+        Ok(lock::Locked::Yes) => Ok(()),
+        Ok(lock::Locked::Taken { pid }) => Err(user(pid)),
+        Err(error) => Err(error.to_string()),
+    }
+}
 
 /// Whether I/O goes past the page cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -52,6 +52,8 @@ pub struct LaneConfig {
     pub name: String,
     /// CPUs it may run on; `None` for all of the process.
     pub cpus: Option<Vec<u32>>,
+    /// NUMA node of its memory; `None` if the kernel chooses. See [`node_of`](crate::node_of).
+    pub node: Option<u32>,
     /// How long it turns without work before it sleeps.
     pub policy: IdlePolicy,
     /// Its ring.
@@ -333,6 +335,7 @@ where
     let on_thread = Arc::clone(&waker);
     let run = move || {
         let made = pin(&config).and_then(|()| {
+            config.node.into_iter().for_each(blkyard_mem::prefer_node);
             let made = Ring::new(config.ring);
             made.map_err(|source| LaneError::Ring { name: config.name.clone(), source })
         });
@@ -417,8 +420,9 @@ impl<S: Poller<Ring>> Turning<S> {
                     self.lane.unpark(slot);
                 }
             }
-            // Also of a lane that never sleeps: a parked poller learns of a command by a call only.
-            if self.waker.flag().take_call() {
+            // Also of a lane that never sleeps: a parked poller learns of a command by a call only, and of events of
+            // its streams not at all.
+            if self.waker.flag().take_call() | self.ring.take_unattended() {
                 self.lane.unpark_all();
             }
             if self.mail.mailbox.is_pending() {

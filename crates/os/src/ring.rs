@@ -20,6 +20,7 @@ mod files;
 mod nops;
 mod setup;
 mod signals;
+mod streams;
 
 use std::collections::VecDeque;
 use std::io::ErrorKind;
@@ -33,7 +34,7 @@ use io_uring::types::{CancelBuilder, SubmitArgs, Timespec};
 use io_uring::{IoUring, squeue};
 
 use crate::now_ns;
-use buffers::Buffers;
+pub(crate) use buffers::Buffers;
 pub use buffers::{Attachment, FixedBuffers};
 pub use error::RingError;
 pub use error::{Holdings, RingCounters};
@@ -44,6 +45,7 @@ pub use nops::NopRing;
 pub use setup::RingConfig;
 use setup::set_up;
 use signals::EventfdSignals;
+use streams::RingStreams;
 
 /// Names one driver's inbox. Only good with the ring that gave it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -77,6 +79,7 @@ const KIND_DRIVER: u64 = 1;
 const KIND_EVENTFD: u64 = 2;
 const KIND_CANCEL: u64 = 3;
 const KIND_SIGNAL: u64 = 4;
+const KIND_STREAM: u64 = 5;
 const KIND_SHIFT: u32 = 56;
 /// Below the kind, above the 32 bits of the cid, or of an eventfd's generation.
 const INDEX_SHIFT: u32 = 32;
@@ -89,12 +92,14 @@ fn name(kind: u64, index: u32, low: u32) -> u64 {
 /// One io_uring.
 pub struct Ring {
     uring: IoUring,
+    config: RingConfig,
     id: u32,
     inboxes: Vec<CompletionInbox>,
     eventfds: EventfdPolls,
     /// Numbers of the eventfds that were signalled since the lane last asked.
     signalled: Vec<usize>,
     signals: EventfdSignals,
+    streams: RingStreams,
     buffers: Buffers,
     files: Files,
     view: Arc<RingCounters>,
@@ -127,7 +132,8 @@ impl Ring {
             eventfds: EventfdPolls::default(),
             signalled: Vec::new(),
             signals: EventfdSignals::new(Arc::clone(&view)),
-            buffers: Buffers::new(&uring, Arc::clone(&view)),
+            streams: RingStreams::default(),
+            buffers: Buffers::new(&uring.submitter(), Arc::clone(&view), config.registers_memory),
             files: Files::new(Arc::clone(&view)),
             view,
             held: 0,
@@ -136,6 +142,7 @@ impl Ring {
             pushed: 0,
             reaped: 0,
             failure: None,
+            config,
             uring,
         })
     }
@@ -143,6 +150,11 @@ impl Ring {
     /// The ring's counters for other threads.
     pub fn view(&self) -> &Arc<RingCounters> {
         &self.view
+    }
+
+    /// How it was made. A driver with a ring of its own makes that alike.
+    pub(crate) fn config(&self) -> RingConfig {
+        self.config
     }
 
     /// The ring's own descriptor: readable while completions wait in it.
@@ -159,7 +171,13 @@ impl Ring {
     /// with the kernel, so that I/O into it need not look up its pages each time; if the kernel refuses, I/O works
     /// without, and [`Ring::buffers`] has the cause.
     pub fn attach(&mut self, region: &Arc<Region>) -> Arc<Attachment> {
-        self.buffers.attach(&self.uring, region)
+        self.buffers.attach(&self.uring.submitter(), region)
+    }
+
+    /// Registers an attached region for a buffer that was registered there, if this process made its memory. Private
+    /// memory is registered already.
+    pub(crate) fn want(&mut self, attachment: &Attachment) {
+        self.buffers.want(&self.uring.submitter(), attachment);
     }
 
     /// Whether the region that this holds attached is one of the table.
@@ -170,8 +188,9 @@ impl Ring {
 
     /// Releases unheld memory and files. A control operation.
     pub fn sweep(&mut self) {
-        self.buffers.sweep(&self.uring);
+        self.buffers.sweep(&self.uring.submitter());
         self.files.sweep();
+        self.sweep_streams();
     }
 
     /// The number under which the kernel knows these bytes of an attached region, if it does.
@@ -346,6 +365,7 @@ impl Ring {
                     known
                 }
                 KIND_SIGNAL => self.signals.ended(index, data as u32),
+                KIND_STREAM => self.streams.ended(index, data as u32, result),
                 KIND_CANCEL => true,
                 _ => false,
             };
@@ -355,6 +375,7 @@ impl Ring {
         }
         self.reaped += count;
         self.repeat_signals();
+        self.run_streams();
         count as usize
     }
 
@@ -414,14 +435,14 @@ impl Ring {
     /// Whether entries wait to be submitted, or completions were reaped and not taken by their driver.
     #[inline]
     pub(crate) fn has_unsubmitted_or_untaken(&mut self) -> bool {
-        self.untaken > 0 || !self.uring.submission().is_empty()
+        self.untaken > 0 || self.streams.has_events() || !self.uring.submission().is_empty()
     }
 
     /// Submits pushed entries and sleeps until a completion, an eventfd, a signal, or the deadline. Returns at once if
     /// a completion has not been reaped yet, or was reaped and not taken by its driver, or by the lane if it is an
     /// eventfd's.
     pub fn sleep(&mut self, deadline_ns: Option<u64>) {
-        if self.untaken > 0 || !self.signalled.is_empty() {
+        if self.untaken > 0 || !self.signalled.is_empty() || self.streams.has_events() {
             self.submit();
             return;
         }
@@ -456,6 +477,7 @@ impl Drop for Ring {
         } else {
             // The time of completion is unknown: the memory it may write to stays mapped permanently.
             self.buffers.leak();
+            self.streams.leak();
         }
     }
 }
@@ -475,7 +497,11 @@ impl Ring {
                 Err(_) => break true,
             }
         };
-        let polls_left = self.eventfds.armed().chain(self.signals.out()).filter(|old| left(*old)).count() as u64;
+        // Operations of connections end when those are reset. Accepts and timers write to no memory either.
+        self.streams.reset_all();
+        self.streams.out(true).for_each(|old| _ = left(old));
+        let polls = self.eventfds.armed().chain(self.signals.out()).chain(self.streams.out(false));
+        let polls_left = polls.filter(|old| left(*old)).count() as u64;
         loop {
             self.reap();
             let waiting = self.uring.submission().len() as u64;

@@ -33,6 +33,15 @@ pub fn lanes_default(places: &[CpuPlace]) -> usize {
     cores.len().min(quota).clamp(1, LANES_DEFAULT_MAX)
 }
 
+/// The NUMA node of a thread that is pinned to these CPUs. `None` if they are on several nodes or unknown, or if the
+/// machine has one node: then the kernel's choice is as good.
+pub fn node_of(places: &[CpuPlace], cpus: &[u32]) -> Option<u32> {
+    let place = |cpu: &u32| places.iter().find(|place| place.cpu == *cpu);
+    let first = place(cpus.first()?)?.node;
+    let is_local = cpus.iter().all(|cpu| place(cpu).is_some_and(|place| place.node == first));
+    (is_local && places.iter().any(|place| place.node != first)).then_some(first)
+}
+
 fn place(cpu: u32) -> CpuPlace {
     let folder = format!("/sys/devices/system/cpu/cpu{cpu}");
     let folder = Path::new(&folder);
@@ -70,6 +79,24 @@ mod tests {
         assert!(places.windows(2).all(|pair| pair[0].cpu < pair[1].cpu));
         let lanes = lanes_default(&places);
         assert!(lanes >= 1 && lanes <= places.len());
+    }
+
+    #[test]
+    fn a_pinned_thread_has_a_node_where_there_are_several() {
+        let machine = |sockets: u32| -> Vec<_> {
+            // Numbered as x86 does: the second threads of all cores come after all the first.
+            let cpus = 0..sockets * 8;
+            cpus.map(|cpu| CpuPlace { node: cpu % (sockets * 4) / 4, core: cpu % (sockets * 4), cpu }).collect()
+        };
+        let nodes =
+            |sockets, pins: &[&[u32]]| pins.iter().map(|cpus| node_of(&machine(sockets), cpus)).collect::<Vec<_>>();
+        let pins: [&[u32]; 6] = [&[0], &[3, 8], &[4], &[0, 4], &[], &[100]];
+        assert_eq!(nodes(1, &pins[..3]), [None; 3]);
+        assert_eq!(nodes(2, &pins), [Some(0), Some(0), Some(1), None, None, None]);
+        assert_eq!(
+            nodes(4, &[&[0, 16], &[7, 23], &[8], &[15, 31], &[15, 16]]),
+            [Some(0), Some(1), Some(2), Some(3), None]
+        );
     }
 
     #[test]

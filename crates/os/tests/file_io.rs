@@ -8,7 +8,7 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
-use blkyard_mq::{BioFlags, BlockDevice, Op, Region, RegionTable, Status};
+use blkyard_mq::{BioFlags, BlockDevice, BufferAccess, Op, Region, RegionTable, RegisteredBuffer, Segment, Status};
 use blkyard_os::{Direct, FileConfig, FixedBuffers, Mode, RingConfig, now_ns};
 use common::{Bench, bio, folders, image, open, pattern, range, run_once};
 
@@ -327,27 +327,101 @@ fn shared(bytes: u64) -> (fs::File, Arc<Region>) {
 
 #[test]
 fn memory_that_its_owner_gave_back_and_uses_again_is_reached_as_it_is_now() {
-    for folder in folders() {
-        let path = image(&folder, MIB);
+    for (folder, is_registered) in folders().iter().flat_map(|folder| [(folder, false), (folder, true)]) {
+        let path = image(folder, MIB);
         let mut bench = Bench::new(FileConfig::new(&path), 4);
         let (file, region) = shared(MIB);
         bench.queue.set_memory(&mut bench.ring, Arc::new(RegionTable::new(vec![Arc::clone(&region)])));
+        let buffer = RegisteredBuffer::new(&region, 0, MIB, BufferAccess::ReadWrite).unwrap();
+        assert!(bench.queue.add_buffer(&mut bench.ring, &buffer));
+        let bio = |op, sector| {
+            let mut bio = bio(op, sector, &[(0, 4096)]);
+            // A registered buffer is not pinned either, if it is memory of others.
+            bio.segments[0].region = if is_registered { buffer.id().number() } else { 0 };
+            bio
+        };
         let fill = |seed| region.span(0, 4096).unwrap().copy_from_slice(&pattern(4096, seed));
         fill(1);
-        assert_eq!(bench.one(bio(Op::Write, 0, &[(0, 4096)])), Status::Ok);
+        assert_eq!(bench.one(bio(Op::Write, 0)), Status::Ok);
         // As a guest's balloon, its reports of free pages, and memory that is unplugged have it done.
         let hole = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
         rustix::fs::fallocate(&file, hole, 0, MIB).unwrap();
         fill(2);
-        assert_eq!(bench.one(bio(Op::Write, 8, &[(0, 4096)])), Status::Ok);
+        assert_eq!(bench.one(bio(Op::Write, 8)), Status::Ok);
         assert!(
             fs::read(&path).unwrap()[4096..8192] == pattern(4096, 2),
             "what was written is what the memory was once"
         );
-        assert_eq!(bench.one(bio(Op::Read, 0, &[(0, 4096)])), Status::Ok);
+        assert_eq!(bench.one(bio(Op::Read, 0)), Status::Ok);
         let mut back = vec![0; 4096];
         file.read_exact_at(&mut back, 0).unwrap();
         assert!(back == pattern(4096, 1), "what was read went where the memory was once");
+    }
+}
+
+#[test]
+fn a_registered_buffer_is_read_and_written_by_its_number() {
+    for folder in folders() {
+        let path = image(&folder, MIB);
+        for direct in [Direct::Auto, Direct::Off] {
+            let mut bench = Bench::new(FileConfig { direct, ..FileConfig::new(&path) }, 4);
+            let region = Arc::clone(bench.queue.memory().region(0).unwrap());
+            let buffer = RegisteredBuffer::new(&region, 8192, 65536, BufferAccess::ReadWrite).unwrap();
+            assert!(bench.queue.add_buffer(&mut bench.ring, &buffer));
+            let bio = |op, segment: Segment| {
+                let mut bio = bio(op, 0, &[(0, segment.len)]);
+                bio.segments[0] = segment;
+                bio
+            };
+            bench.fill(8192 + 4096, &pattern(4096, 3));
+            assert_eq!(bench.one(bio(Op::Write, buffer.segment(4096, 4096))), Status::Ok);
+            assert!(fs::read(&path).unwrap()[..4096] == pattern(4096, 3));
+            // To unaligned memory, too.
+            for at in [0, 512, 520, 61440] {
+                bench.fill(8192 + at, &[0; 4096]);
+                assert_eq!(bench.one(bio(Op::Read, buffer.segment(at, 4096))), Status::Ok);
+                let mut back = vec![0; 4096];
+                region.span(8192 + at, 4096).unwrap().copy_to_slice(&mut back);
+                assert!(back == pattern(4096, 3), "at {at}");
+            }
+            assert_eq!(bench.one(bio(Op::Read, buffer.segment(65024, 1024))), Status::Invalid, "beyond the buffer");
+            assert!(bench.queue.remove_buffer(&mut bench.ring, buffer.id()));
+            assert_eq!(bench.one(bio(Op::Read, buffer.segment(0, 4096))), Status::Invalid, "stale");
+        }
+    }
+}
+
+#[test]
+fn shared_memory_of_our_own_is_a_fixed_buffer_once_it_is_registered() {
+    for folder in folders() {
+        let path = image(&folder, MIB);
+        let mut bench = Bench::new(FileConfig::new(&path), 4);
+        let own = Region::shared(MIB as usize).unwrap();
+        let (_file, foreign) = shared(MIB);
+        let before = bench.ring.buffers();
+        let table = RegionTable::new([&own, &foreign].map(Arc::clone).into());
+        bench.queue.set_memory(&mut bench.ring, Arc::new(table));
+        let bytes = |bench: &Bench| match bench.ring.buffers() {
+            FixedBuffers::Registered { bytes } => Some(bytes),
+            FixedBuffers::Plain { .. } => None,
+        };
+        let FixedBuffers::Registered { .. } = before else { return println!("no fixed buffers here: {before:?}") };
+        assert_eq!(bytes(&bench), Some(0), "memory that others have is not pinned unasked");
+        for (region, fixed) in [(&foreign, 0), (&own, MIB)] {
+            let buffer = RegisteredBuffer::new(region, 0, MIB, BufferAccess::ReadWrite).unwrap();
+            assert!(bench.queue.add_buffer(&mut bench.ring, &buffer));
+            assert_eq!(bytes(&bench), Some(fixed));
+            region.span(0, 4096).unwrap().copy_from_slice(&pattern(4096, 5));
+            for (op, at) in [(Op::Write, 0), (Op::Read, 8192)] {
+                let mut bio = bio(op, 0, &[(0, 4096)]);
+                bio.segments[0] = buffer.segment(at, 4096);
+                assert_eq!(bench.one(bio), Status::Ok);
+            }
+            let mut back = vec![0; 4096];
+            region.span(8192, 4096).unwrap().copy_to_slice(&mut back);
+            assert!(back == pattern(4096, 5));
+            assert!(bench.queue.remove_buffer(&mut bench.ring, buffer.id()));
+        }
     }
 }
 

@@ -11,7 +11,7 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 
 /// Owner of a file's lock, as far as visible.
-pub(super) fn living_holder(file: &Metadata) -> Option<String> {
+pub(crate) fn living_holder(file: &Metadata) -> Option<String> {
     let processes = fs::read_dir("/proc").ok()?.flatten();
     let numbers = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
     let holder = numbers.filter(|process| holds(*process, file)).find(|process| !is_dying(*process));

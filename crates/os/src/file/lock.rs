@@ -30,7 +30,7 @@ const REST: i64 = 0;
 
 /// Result of a lock attempt.
 #[derive(Debug)]
-pub(super) enum Locked {
+pub(crate) enum Locked {
     Yes,
     /// Another description holds one that does not go with ours.
     Taken {
@@ -43,7 +43,7 @@ pub(super) enum Locked {
 ///
 /// # Errors
 /// Locks do not work on this file.
-pub(super) fn lock(file: BorrowedFd<'_>, read_only: bool) -> io::Result<Locked> {
+pub(crate) fn lock(file: BorrowedFd<'_>, read_only: bool) -> io::Result<Locked> {
     let (kind, ranges): (_, &[(i64, i64)]) = if read_only {
         (libc::F_RDLCK, &[(0, USES_READ + 1), (FORBIDS_WRITE, REST)])
     } else {

@@ -14,7 +14,7 @@ use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use blkyard_mem::{Region, RegionTable, Span};
+use blkyard_mem::{BufferId, BufferMap, Region, RegionTable, RegisteredBuffer, Span};
 use blkyard_mq::{Batch, Cids, Done, Driver, Op, Request, Segment, Segments, Shortage, Status};
 
 use super::SharedFile;
@@ -30,12 +30,23 @@ pub struct FileQueue {
     file: Option<FileHolder>,
     /// The regions of the queue's memory, by their number.
     attached: ManuallyDrop<Vec<Option<Arc<Attachment>>>>,
+    /// Registered buffers in those regions.
+    buffers: BufferMap<FixedBuffer>,
     cids: Cids,
     places: Box<[FileSlot]>,
     /// The vectors of all slots, one after another.
     vectors: ManuallyDrop<Box<[libc::iovec]>>,
     bounces: ManuallyDrop<Bounces>,
     in_flight: usize,
+}
+
+/// A registered buffer, as the kernel knows it.
+#[derive(Clone, Copy, Debug, Default)]
+struct FixedBuffer {
+    /// Address of its first byte.
+    address: u64,
+    /// Number of its region's piece in which all of it lies, if that is registered with the ring.
+    piece: Option<u16>,
 }
 
 // SAFETY: the vectors hold addresses for the kernel, which are valid on every thread; this code does not read through
@@ -52,6 +63,7 @@ impl FileQueue {
             inbox: None,
             file: None,
             attached: ManuallyDrop::new(Vec::new()),
+            buffers: BufferMap::default(),
             cids: Cids::new(depth),
             places: (0..depth).map(|_| FileSlot::default()).collect(),
             vectors: ManuallyDrop::new(vectors),
@@ -83,6 +95,7 @@ impl FileQueue {
         }
         self.file = None;
         self.attached.clear();
+        self.buffers.clear();
         ring.sweep();
     }
 
@@ -95,8 +108,8 @@ impl FileQueue {
         }
         let mut segments = segments;
         segments.any(|segment| {
-            let torn = |span: Span<'_>| span.as_ptr() as usize & memory_mask | span.len() & length_mask != 0;
-            memory.resolve(segment).is_some_and(torn)
+            let torn = |address: u64| address as usize & memory_mask | segment.len as usize & length_mask != 0;
+            self.locate(memory, segment).is_some_and(|(address, _)| torn(address))
         })
     }
 
@@ -122,10 +135,9 @@ impl FileQueue {
         }
         let mut segments = segments;
         let first = segments.next()?;
-        let span = memory.resolve(first)?;
-        let address = span.as_ptr() as u64;
         let Some(second) = segments.next() else {
-            return Some(match self.fixed(ring, first) {
+            let (address, piece) = self.locate(memory, first)?;
+            return Some(match piece.or_else(|| self.fixed(ring, memory.plain(first)?)) {
                 Some(buffer) => Data::Fixed { address, buffer },
                 None => Data::One { address },
             });
@@ -139,6 +151,17 @@ impl FileQueue {
             count += 1;
         }
         Some(Data::Many { first: 0, count: count as u16 })
+    }
+
+    /// Address of a segment; and the kernel's number for its memory, if it is in a registered buffer.
+    #[inline]
+    fn locate(&self, memory: &RegionTable, segment: Segment) -> Option<(u64, Option<u16>)> {
+        if segment.is_registered()
+            && let Some((buffer, into)) = self.buffers.get(segment)
+        {
+            return Some((buffer.address + into, buffer.piece));
+        }
+        memory.resolve(segment).map(|span| (span.as_ptr() as u64, None))
     }
 
     #[inline]
@@ -266,6 +289,7 @@ impl Driver<Ring> for FileQueue {
             return self.close_inbox(ring);
         }
         self.inbox(ring);
+        self.buffers.clear();
         // Kept regions keep their attachment. Others are detached before new ones are attached, since both together
         // might exceed the limit on locked memory.
         let kept = std::mem::take(&mut *self.attached);
@@ -279,6 +303,31 @@ impl Driver<Ring> for FileQueue {
             self.attached[number] = Some(ring.attach(region));
         }
         drop(kept);
+    }
+
+    fn change_memory(&mut self, ring: &mut Ring, memory: &RegionTable) {
+        self.inbox(ring);
+        let last = memory.iter().map(|(number, _)| number).max();
+        let numbers = 0..last.map_or(0, |last| last + 1);
+        let attached = numbers.map(|number| memory.region(number).map(|region| ring.attach(region))).collect();
+        // Those that stay have a holder all the time.
+        *self.attached = attached;
+        ring.sweep();
+    }
+
+    fn add_buffer(&mut self, ring: &mut Ring, memory: &RegionTable, buffer: &Arc<RegisteredBuffer>) {
+        let first = buffer.segment(0, 1);
+        let (Some(plain), Some(span)) = (memory.plain(first), memory.resolve(first)) else { return };
+        if let Some(Some(attachment)) = self.attached.get(plain.region as usize) {
+            ring.want(attachment);
+        }
+        let piece_of = |at: u64| self.fixed(ring, Segment { offset: buffer.offset() + at, len: 1, ..plain });
+        let piece = piece_of(0).filter(|piece| piece_of(buffer.len() - 1) == Some(*piece));
+        self.buffers.insert(buffer, FixedBuffer { address: span.as_ptr() as u64, piece });
+    }
+
+    fn remove_buffer(&mut self, _: &mut Ring, buffer: BufferId) {
+        self.buffers.remove(buffer);
     }
 }
 

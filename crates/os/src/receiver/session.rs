@@ -22,14 +22,14 @@ use rustix::net::{
     AddressFamily, SendFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType, accept_with, connect, send, shutdown,
     socket_with, socketpair,
 };
-use rustix::thread::{Pid, gettid};
+use rustix::thread::gettid;
 
 use super::EndedThreads;
 use super::lines::say;
 use super::reply::Reply;
 use super::stream::{Piece, SendQueue, UNREAD_FILES_MAX};
 use super::table::{Foreign, leave};
-use super::vet::{self, DescriptorKind};
+use super::vet::{self, DescriptorKind, FileQueries};
 
 /// How long the peer may take to read the last answers after the daemon has closed.
 const LAST_ANSWER_TIME: Duration = Duration::from_secs(5);
@@ -76,7 +76,7 @@ pub(super) fn run(listener: Option<OwnedFd>, channel: OwnedFd, outside: Outside)
         streams: Vec::new(),
         streams_taken: 0,
         refused: 0,
-        asking: Vec::new(),
+        queries: FileQueries::default(),
         outside,
     };
     if session.begin().is_ok() {
@@ -126,8 +126,7 @@ struct RelaySession {
     /// Number of streams so far. Ended ones stay open until the thread ends.
     streams_taken: usize,
     refused: usize,
-    /// Threads that ask file systems which have not answered.
-    asking: Vec<Pid>,
+    queries: FileQueries,
     outside: Outside,
 }
 
@@ -347,12 +346,7 @@ impl RelaySession {
     }
 
     fn vet(&mut self, file: OwnedFd) -> io::Result<OwnedFd> {
-        // After a refused descriptor the rest of the session's descriptors are refused without a query.
-        let kind = match self.refused {
-            0 => vet::kind(&file, &mut self.asking),
-            _ => DescriptorKind::Refused("it follows one that was refused".into()),
-        };
-        match kind {
+        match vet::kind(&file, &mut self.queries) {
             DescriptorKind::Safe => Ok(file),
             DescriptorKind::Stream if self.streams_taken < STREAMS_MAX => {
                 self.streams_taken += 1;
@@ -392,7 +386,7 @@ impl RelaySession {
 
     /// This thread, and those that it has started, are to be gone soon.
     fn note_end(&mut self) {
-        self.outside.ended.note(self.asking.drain(..).chain([gettid()]));
+        self.outside.ended.note(self.queries.asking.drain(..).chain([gettid()]));
     }
 
     /// Leaves both sides. Foreign descriptors go with the thread: an ending thread does not linger on a socket, and one

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use blkyard_mem::check_near;
 use blkyard_sys::{fd_name, is_eventfd_name};
+use rustix::fs::fcntl_get_seals;
 use rustix::net::{AddressFamily, SocketType, sockopt};
 use rustix::thread::{Pid, gettid};
 
@@ -26,9 +27,18 @@ pub(super) enum DescriptorKind {
     Refused(String),
 }
 
+/// Queries of file systems for one session.
+#[derive(Debug, Default)]
+pub(super) struct FileQueries {
+    /// Threads whose query was not answered in time, and that are not [reported](super::EndedThreads) yet.
+    pub(super) asking: Vec<Pid>,
+    /// Whether there ever was one. No further file system is queried then, so each session has one such thread at most.
+    has_hung: bool,
+}
+
 /// Classifies a descriptor. A refused one must stay open as long as its descriptor table: a query of its file system
-/// may still be under way, on a thread that is then added to `asking`.
-pub(super) fn kind(file: &OwnedFd, asking: &mut Vec<Pid>) -> DescriptorKind {
+/// may still be under way.
+pub(super) fn kind(file: &OwnedFd, queries: &mut FileQueries) -> DescriptorKind {
     let name = match fd_name(file) {
         // A peer chooses the name, and it goes into the log.
         Ok(name) => name.escape_debug().to_string(),
@@ -44,8 +54,13 @@ pub(super) fn kind(file: &OwnedFd, asking: &mut Vec<Pid>) -> DescriptorKind {
         }
     } else if name.starts_with("pipe:[") || name.starts_with("anon_inode:") {
         DescriptorKind::Refused(format!("it is {name}"))
+    } else if fcntl_get_seals(file).is_ok() {
+        // A file in memory: the kernel has answered by itself.
+        DescriptorKind::Safe
+    } else if queries.has_hung {
+        DescriptorKind::Refused(format!("{name}: the file system of an earlier one has not answered"))
     } else {
-        match ask(file.as_fd(), asking) {
+        match ask(file.as_fd(), queries) {
             Ok(()) => DescriptorKind::Safe,
             Err(why) => DescriptorKind::Refused(format!("{name}: {why}")),
         }
@@ -59,7 +74,7 @@ pub(super) fn is_stream(file: &OwnedFd) -> bool {
 }
 
 /// Queries the file system, on a thread that may block without limit.
-fn ask(file: BorrowedFd<'_>, asking: &mut Vec<Pid>) -> Result<(), String> {
+fn ask(file: BorrowedFd<'_>, queries: &mut FileQueries) -> Result<(), String> {
     let number = file.as_raw_fd();
     let (begun, id) = channel();
     let (told, came) = channel();
@@ -73,7 +88,8 @@ fn ask(file: BorrowedFd<'_>, asking: &mut Vec<Pid>) -> Result<(), String> {
     let thread = std::thread::Builder::new().name("ask".into()).stack_size(STACK_BYTES).spawn(ask);
     thread.map_err(|error: io::Error| error.to_string())?;
     came.recv_timeout(ANSWER_TIME).unwrap_or_else(|_| {
-        asking.extend(id.recv());
+        queries.has_hung = true;
+        queries.asking.extend(id.recv());
         Err(format!("its file system has not answered within {} s", ANSWER_TIME.as_secs()))
     })
 }
@@ -90,12 +106,15 @@ mod tests {
         let memory = rustix::fs::memfd_create("m", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
         let event = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();
         for safe in [&memory, &event] {
-            assert!(matches!(kind(safe, &mut Vec::new()), DescriptorKind::Safe));
+            assert!(matches!(kind(safe, &mut FileQueries::default()), DescriptorKind::Safe));
         }
         // Whether a temporary file is near depends on the machine; the answer must be that of the check.
         let is_near = check_near(file.as_fd()).is_ok();
-        assert_eq!(matches!(kind(&file.into(), &mut Vec::new()), DescriptorKind::Safe), is_near);
-        assert!(matches!(kind(&UnixStream::pair().unwrap().0.into(), &mut Vec::new()), DescriptorKind::Stream));
+        assert_eq!(matches!(kind(&file.into(), &mut FileQueries::default()), DescriptorKind::Safe), is_near);
+        assert!(matches!(
+            kind(&UnixStream::pair().unwrap().0.into(), &mut FileQueries::default()),
+            DescriptorKind::Stream
+        ));
         let null = std::fs::File::open("/dev/null").unwrap();
         let tcp = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let others: [OwnedFd; 5] = [
@@ -106,7 +125,20 @@ mod tests {
             std::fs::File::open(folder.path()).unwrap().into(),
         ];
         for other in others {
-            assert!(matches!(kind(&other, &mut Vec::new()), DescriptorKind::Refused(_)));
+            assert!(matches!(kind(&other, &mut FileQueries::default()), DescriptorKind::Refused(_)));
+        }
+    }
+
+    #[test]
+    fn no_file_system_is_queried_after_one_that_has_not_answered() {
+        let mut queries = FileQueries { asking: Vec::new(), has_hung: true };
+        let folder = tempfile::tempdir().unwrap();
+        let file = std::fs::File::create(folder.path().join("f")).unwrap();
+        assert!(matches!(kind(&file.into(), &mut queries), DescriptorKind::Refused(why) if why.contains("earlier")));
+        let memory = rustix::fs::memfd_create("m", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        let event = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();
+        for safe in [&memory, &event] {
+            assert!(matches!(kind(safe, &mut queries), DescriptorKind::Safe));
         }
     }
 }

@@ -1,7 +1,8 @@
 //! Registered ("fixed") buffers of a ring: the kernel looks up and pins their pages once instead of for each I/O.
 //!
-//! Only private memory is registered. The owner of shared memory may give its pages back and get new ones at the same
-//! address, and the old ones would stay pinned; the owner also decides how much there is (ADR 28).
+//! Only memory that this process made is registered: private memory, and shared memory once a driver asks for it, for a
+//! buffer that a program has registered. Another owner of memory may give its pages back and get new ones at the same
+//! address, and the old ones would stay pinned; that owner also decides how much there is (ADR 28).
 //!
 //! The kernel takes pieces of at most a gibibyte and counts them as locked memory. A region that it refuses, for that
 //! or another reason, is used unregistered, and is tried again when another region has gone. Registered or not, an
@@ -12,7 +13,7 @@
 use std::sync::Arc;
 
 use blkyard_mem::Region;
-use io_uring::IoUring;
+use io_uring::Submitter;
 
 use super::RingCounters;
 
@@ -22,12 +23,12 @@ const PIECE_SHIFT: u32 = 30;
 /// Pieces of one lane: four tebibytes. The kernel's own bound is 16384.
 const PIECES_MAX: usize = 4096;
 
-/// Whether private memory is known to the kernel by number.
+/// Whether the memory to be registered is known to the kernel by number.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum FixedBuffers {
     /// All of it, this much.
     Registered {
-        /// Bytes of private memory attached.
+        /// Bytes of it attached.
         bytes: u64,
     },
     /// Not all of it: I/O into the rest looks up its pages each time.
@@ -53,24 +54,21 @@ pub struct Attachment {
 struct AttachedBuffers {
     region: Arc<Region>,
     holder: Arc<Attachment>,
+    /// Whether it is to be registered.
+    is_wanted: bool,
     /// First of its consecutive pieces in the table, if it is registered.
     first: Option<u16>,
     refusal: Option<String>,
 }
 
 impl AttachedBuffers {
-    /// Whether only this process can free its pages.
-    fn is_private(&self) -> bool {
-        self.region.file().is_none()
-    }
-
     fn pieces(&self) -> usize {
         (self.region.len() as u64).div_ceil(PIECE_BYTES) as usize
     }
 }
 
 #[derive(Debug)]
-pub(super) struct Buffers {
+pub(crate) struct Buffers {
     attached: Vec<Option<AttachedBuffers>>,
     /// Which pieces of the table are taken; empty if there is no table.
     taken: Vec<bool>,
@@ -79,26 +77,30 @@ pub(super) struct Buffers {
 }
 
 impl Buffers {
-    pub(super) fn new(uring: &IoUring, view: Arc<RingCounters>) -> Buffers {
-        let made = uring.submitter().register_buffers_sparse(PIECES_MAX as u32);
-        let no_table = made.err().map(|error| format!("the kernel cannot create a buffer table: {error}"));
+    pub(crate) fn new(submitter: &Submitter<'_>, view: Arc<RingCounters>, registers: bool) -> Buffers {
+        let make = || submitter.register_buffers_sparse(PIECES_MAX as u32);
+        let no_table = if registers {
+            make().err().map(|error| format!("the kernel cannot create a buffer table: {error}"))
+        } else {
+            Some("registering is off".into())
+        };
         let taken = if no_table.is_none() { vec![false; PIECES_MAX] } else { Vec::new() };
         Buffers { attached: Vec::new(), taken, no_table, view }
     }
 
     #[inline]
-    pub(super) fn fixed(&self, attachment: &Attachment, offset: u64, len: u32) -> Option<u16> {
+    pub(crate) fn fixed(&self, attachment: &Attachment, offset: u64, len: u32) -> Option<u16> {
         let first = self.attached.get(attachment.index as usize)?.as_ref()?.first?;
         let last = (offset + u64::from(len) - 1) >> PIECE_SHIFT;
         (offset >> PIECE_SHIFT == last).then_some(first + last as u16)
     }
 
-    pub(super) fn region(&self, attachment: &Attachment) -> Option<&Arc<Region>> {
+    pub(crate) fn region(&self, attachment: &Attachment) -> Option<&Arc<Region>> {
         Some(&self.attached.get(attachment.index as usize)?.as_ref()?.region)
     }
 
-    pub(super) fn attach(&mut self, uring: &IoUring, region: &Arc<Region>) -> Arc<Attachment> {
-        self.sweep(uring);
+    pub(crate) fn attach(&mut self, submitter: &Submitter<'_>, region: &Arc<Region>) -> Arc<Attachment> {
+        self.sweep(submitter);
         if let Some(known) = self.attached.iter().flatten().find(|known| Arc::ptr_eq(&known.region, region)) {
             return Arc::clone(&known.holder);
         }
@@ -107,16 +109,34 @@ impl Buffers {
             self.attached.len() - 1
         });
         let holder = Arc::new(Attachment { index: index as u32 });
-        let mut attached =
-            AttachedBuffers { region: Arc::clone(region), holder: Arc::clone(&holder), first: None, refusal: None };
-        self.register(uring, &mut attached);
+        let mut attached = AttachedBuffers {
+            region: Arc::clone(region),
+            holder: Arc::clone(&holder),
+            is_wanted: region.file().is_none(),
+            first: None,
+            refusal: None,
+        };
+        self.register(submitter, &mut attached);
         self.attached[index] = Some(attached);
         self.tell();
         holder
     }
 
+    /// Registers a shared region, if this process made it.
+    pub(crate) fn want(&mut self, submitter: &Submitter<'_>, attachment: &Attachment) {
+        let index = attachment.index as usize;
+        let is_new = |attached: &&mut AttachedBuffers| !attached.is_wanted && attached.region.is_own();
+        let Some(attached) = self.attached.get_mut(index).and_then(Option::as_mut).filter(is_new) else { return };
+        attached.is_wanted = true;
+        if let Some(mut attached) = self.attached[index].take() {
+            self.register(submitter, &mut attached);
+            self.attached[index] = Some(attached);
+        }
+        self.tell();
+    }
+
     /// Releases regions without a holder, and tries those again that were refused before.
-    pub(super) fn sweep(&mut self, uring: &IoUring) {
+    pub(crate) fn sweep(&mut self, submitter: &Submitter<'_>) {
         let mut gone = false;
         for index in 0..self.attached.len() {
             let free = |attached: &AttachedBuffers| Arc::strong_count(&attached.holder) == 1;
@@ -125,22 +145,22 @@ impl Buffers {
             }
             if let Some(attached) = self.attached[index].take() {
                 if let Some(first) = attached.first {
-                    self.withdraw(uring, usize::from(first), attached.pieces());
+                    self.withdraw(submitter, usize::from(first), attached.pieces());
                 }
                 gone = true;
             }
         }
         if gone {
-            self.retry(uring);
+            self.retry(submitter);
         }
     }
 
     /// Tries those again that were refused before.
-    fn retry(&mut self, uring: &IoUring) {
+    fn retry(&mut self, submitter: &Submitter<'_>) {
         for index in 0..self.attached.len() {
             if let Some(mut attached) = self.attached[index].take() {
                 if attached.first.is_none() {
-                    self.register(uring, &mut attached);
+                    self.register(submitter, &mut attached);
                 }
                 self.attached[index] = Some(attached);
             }
@@ -148,8 +168,8 @@ impl Buffers {
         self.tell();
     }
 
-    fn register(&mut self, uring: &IoUring, attached: &mut AttachedBuffers) {
-        if !attached.is_private() {
+    fn register(&mut self, submitter: &Submitter<'_>, attached: &mut AttachedBuffers) {
+        if !attached.is_wanted {
             return;
         }
         let pieces = attached.pieces();
@@ -167,10 +187,10 @@ impl Buffers {
             let Some(span) = attached.region.span(offset, len as usize) else { unreachable!("inside the region") };
             let buffer = libc::iovec { iov_base: span.as_ptr().cast(), iov_len: span.len() };
             // SAFETY: the region stays mapped while it is attached, and is withdrawn from the table before it goes.
-            let updated = unsafe { uring.submitter().register_buffers_update((first + piece) as u32, &[buffer], None) };
+            let updated = unsafe { submitter.register_buffers_update((first + piece) as u32, &[buffer], None) };
             if let Err(error) = updated {
                 attached.refusal = Some(reason(&error));
-                self.withdraw(uring, first, piece);
+                self.withdraw(submitter, first, piece);
                 return;
             }
             self.taken[first + piece] = true;
@@ -179,11 +199,11 @@ impl Buffers {
     }
 
     /// Empties table entries. I/O in flight keeps its pages pinned until it completes.
-    fn withdraw(&mut self, uring: &IoUring, first: usize, pieces: usize) {
+    fn withdraw(&mut self, submitter: &Submitter<'_>, first: usize, pieces: usize) {
         for place in first..first + pieces {
             let empty = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
             // SAFETY: an empty entry names no memory.
-            let updated = unsafe { uring.submitter().register_buffers_update(place as u32, &[empty], None) };
+            let updated = unsafe { submitter.register_buffers_update(place as u32, &[empty], None) };
             // An entry that stays full keeps its pages pinned, which is harmless; it is not reused.
             self.taken[place] = updated.is_err();
         }
@@ -191,8 +211,8 @@ impl Buffers {
 
     fn tell(&self) {
         let refusal = self.attached.iter().flatten().find_map(|attached| attached.refusal.clone());
-        let private = self.attached.iter().flatten().filter(|attached| attached.is_private());
-        let bytes = private.map(|attached| attached.region.len() as u64).sum();
+        let wanted = self.attached.iter().flatten().filter(|attached| attached.is_wanted);
+        let bytes = wanted.map(|attached| attached.region.len() as u64).sum();
         self.view.set_regions(self.attached.iter().flatten().count());
         self.view.set_buffers(match refusal {
             Some(reason) => FixedBuffers::Plain { reason },
@@ -201,7 +221,7 @@ impl Buffers {
     }
 
     /// Keeps all regions mapped for good.
-    pub(super) fn leak(&mut self) {
+    pub(crate) fn leak(&mut self) {
         std::mem::forget(std::mem::take(&mut self.attached));
     }
 }

@@ -39,7 +39,7 @@ pub enum RingError {
 }
 
 impl RingError {
-    pub(super) fn from_setup(error: io::Error) -> RingError {
+    pub(crate) fn from_setup(error: io::Error) -> RingError {
         match error.raw_os_error() {
             Some(libc::EPERM | libc::EACCES) => {
                 let switch = std::fs::read_to_string("/proc/sys/kernel/io_uring_disabled").unwrap_or_default();
@@ -87,7 +87,7 @@ pub struct RingCounters {
 
 impl RingCounters {
     /// Counters of a ring with room for `pollers_max` pollers.
-    pub(super) fn of(pollers_max: usize) -> RingCounters {
+    pub(crate) fn of(pollers_max: usize) -> RingCounters {
         RingCounters { pollers_max, ..RingCounters::default() }
     }
 

@@ -10,6 +10,8 @@ use super::eventfds::COMPLETIONS_EACH;
 /// How a ring is made.
 #[derive(Clone, Copy, Debug)]
 pub struct RingConfig {
+    /// Whether private memory is registered with the kernel. Off only to measure what that is worth.
+    pub registers_memory: bool,
     /// Entries that can be pushed between two system calls; more need a further call.
     pub entries: u32,
     /// Completions that may be outstanding at one time, for all queues of the lane.
@@ -26,7 +28,13 @@ impl Default for RingConfig {
     fn default() -> Self {
         // 256: two full queues at once; beyond that the share of the call in one operation is below a nanosecond.
         // 10240: eighty queues of the usual depth. With the share of 512 pollers that is a quarter of a mebibyte.
-        RingConfig { entries: 256, outstanding_max: 10_240, pollers_max: 512, single_owner: true }
+        RingConfig {
+            registers_memory: true,
+            entries: 256,
+            outstanding_max: 10_240,
+            pollers_max: 512,
+            single_owner: true,
+        }
     }
 }
 

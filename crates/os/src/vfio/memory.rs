@@ -1,0 +1,143 @@
+//! Memory of this process that a device reaches through its IOMMU: the regions of its domain.
+//!
+//! A mapped region is pinned, and counts as locked memory of this process. It stays alive until it is unmapped.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+
+use blkyard_mem::{DmaDomain, PAGE_BYTES, Region};
+use rustix::process::{Resource, getrlimit};
+
+use crate::vfio::abi;
+use crate::vfio::iova::IovaSpace;
+use crate::vfio::{PciAddress, VfioError};
+
+/// Bytes of a page that IOMMUs map as a whole if both addresses are aligned to it.
+const HUGE_BYTES: u64 = 2 << 20;
+
+/// A region that the domain lists.
+#[derive(Debug)]
+struct MappedRegion {
+    region: Arc<Region>,
+    /// Device address of the page with its first byte, and bytes of its pages; unset if it could not be mapped.
+    place: Option<(u64, u64)>,
+    /// Offset of its first byte in that page.
+    lead: u64,
+}
+
+/// The container of a device, and the memory mapped there.
+#[derive(Debug)]
+pub(super) struct VfioMemory {
+    device: PciAddress,
+    container: OwnedFd,
+    space: IovaSpace,
+    listed: Vec<MappedRegion>,
+    /// Changes of the domain's list handled so far.
+    seen: u64,
+}
+
+impl VfioMemory {
+    pub(super) fn new(device: PciAddress, container: OwnedFd) -> Result<VfioMemory, VfioError> {
+        let ranges = abi::iova_ranges(container.as_fd());
+        let ranges = ranges.map_err(|source| VfioError::System { device, call: "VFIO_IOMMU_GET_INFO", source })?;
+        if ranges.is_empty() {
+            return Err(VfioError::Part { device, what: "list of usable I/O addresses (Linux 5.4)" });
+        }
+        Ok(VfioMemory { device, container, space: IovaSpace::new(ranges), listed: Vec::new(), seen: 0 })
+    }
+
+    /// Maps new regions of the domain and unmaps removed ones.
+    ///
+    /// # Errors
+    /// A region cannot be mapped. It has no address then; the others are mapped.
+    pub(super) fn sync(&mut self, domain: &DmaDomain) -> Result<(), VfioError> {
+        // Read before the list: a later change is handled next time.
+        let changes = domain.changes();
+        if changes == self.seen {
+            return Ok(());
+        }
+        let wanted = domain.regions();
+        let (stay, go): (Vec<_>, Vec<_>) = std::mem::take(&mut self.listed)
+            .into_iter()
+            .partition(|listed| wanted.iter().any(|region| Arc::ptr_eq(region, &listed.region)));
+        self.listed = stay;
+        for listed in go {
+            self.unmap(listed);
+        }
+        let mut result = Ok(());
+        for region in wanted {
+            if self.position(&region).is_none() {
+                result = self.map(region).and(result);
+            }
+        }
+        self.seen = changes;
+        result
+    }
+
+    /// Device address of a byte of a region; unset if the region is not mapped.
+    pub(super) fn address(&self, region: &Arc<Region>, offset: u64) -> Option<u64> {
+        let listed = &self.listed[self.position(region)?];
+        let (start, _) = listed.place?;
+        (offset < region.len() as u64).then(|| start + listed.lead + offset)
+    }
+
+    fn position(&self, region: &Arc<Region>) -> Option<usize> {
+        self.listed.iter().position(|listed| Arc::ptr_eq(&listed.region, region))
+    }
+
+    fn map(&mut self, region: Arc<Region>) -> Result<(), VfioError> {
+        let (device, page) = (self.device, PAGE_BYTES as u64);
+        let bytes = region.len() as u64;
+        let first = region.span(0, region.len()).map_or(0, |span| span.as_ptr().addr() as u64);
+        let (vaddr, lead) = (first / page * page, first % page);
+        let size = (lead + bytes).next_multiple_of(page);
+        let align = if size < HUGE_BYTES { page } else { HUGE_BYTES };
+        let taken = self.space.take(size, align, vaddr % align);
+        let mapped = taken.ok_or(VfioError::Addresses { device, bytes }).and_then(|iova| {
+            // SAFETY: the pages of a region are mapped as long as it lives, and anyone may write to it; it is listed,
+            // and so kept alive, until it is unmapped.
+            unsafe { abi::map_dma(self.container.as_fd(), vaddr, iova, size) }.map_err(|error| {
+                self.space.give_back(iova);
+                map_error(device, bytes, error)
+            })?;
+            Ok((iova, size))
+        });
+        let (place, result) = mapped.map_or_else(|error| (None, Err(error)), |place| (Some(place), Ok(())));
+        self.listed.push(MappedRegion { region, place, lead });
+        result
+    }
+
+    /// Unmaps a region. One that cannot be unmapped is leaked: the device may access it until this process ends.
+    fn unmap(&mut self, listed: MappedRegion) {
+        let Some((iova, size)) = listed.place else { return };
+        match abi::unmap_dma(self.container.as_fd(), iova, size) {
+            Ok(()) => self.space.give_back(iova),
+            Err(error) => {
+                tracing::error!("pci:{}: memory at I/O address {iova:#x} cannot be unmapped: {error}", self.device);
+                std::mem::forget(listed.region);
+            }
+        }
+    }
+}
+
+impl Drop for VfioMemory {
+    fn drop(&mut self) {
+        for listed in std::mem::take(&mut self.listed) {
+            self.unmap(listed);
+        }
+    }
+}
+
+fn map_error(device: PciAddress, bytes: u64, error: io::Error) -> VfioError {
+    match error.raw_os_error() {
+        Some(libc::ENOMEM | libc::EPERM) => {
+            let limit = getrlimit(Resource::Memlock).current;
+            let limit = limit.map_or("unlimited".into(), |limit| format!("{limit} bytes"));
+            VfioError::Locked { device, bytes, cause: format!("{error}; the limit on locked memory is {limit}") }
+        }
+        // More mappings than `dma_entry_limit` of the module vfio_iommu_type1.
+        Some(libc::ENOSPC) => VfioError::Addresses { device, bytes },
+        _ => VfioError::System { device, call: "VFIO_IOMMU_MAP_DMA", source: error },
+    }
+}
