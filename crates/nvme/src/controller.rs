@@ -18,6 +18,7 @@
 
 mod admin;
 mod capabilities;
+mod capsules;
 mod events;
 mod features;
 mod group;
@@ -27,6 +28,7 @@ mod namespaces;
 mod pair;
 mod registers;
 mod rings;
+mod snapshot;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -35,10 +37,12 @@ use std::sync::atomic::Ordering::Relaxed;
 use blkyard_mem::{Region, Segment, View};
 
 use self::admin::PendingAdmin;
-pub use self::capabilities::ControllerOptions;
+pub use self::capabilities::{ControllerOptions, FabricsOptions};
+use self::capsules::CapsuleQueue;
+pub use self::capsules::{AdminCompletion, ConnectedQueue};
 use self::events::{ControllerEvent, PendingEvents};
 use self::features::Features;
-use self::io::IoShared;
+pub(crate) use self::io::IoShared;
 pub use self::io::{
     ControllerIoQueue, ControllerMemory, ControllerQueueCommand, ControllerQueueReply, NewSubmissionQueue, NextBio,
 };
@@ -49,6 +53,8 @@ pub use self::pair::{ControllerQueuePair, ControllerRings, Fetched};
 use self::registers::QueueAddresses;
 pub use self::registers::RegisterFault;
 pub use self::rings::DoorbellFault;
+use self::rings::{CompletionRing, SubmissionRing};
+pub use self::snapshot::{ControllerSnapshot, SnapshotError};
 use crate::doorbell::{Doorbells, ShadowDoorbells};
 use crate::registers as reg;
 use crate::{DataWalker, DmaMap, IdentifyController, NvmeStatus};
@@ -59,7 +65,8 @@ const COMMANDS_MAX: usize = 64;
 /// Request of a controller to its owner.
 #[derive(Debug)]
 pub enum ControllerRequest {
-    /// Assign this I/O completion queue to a lane.
+    /// Assign this I/O completion queue to a lane, and reply [`ControllerQueueReply::Created`] once it is served, or
+    /// [`ControllerQueueReply::NotCreated`].
     Create(Box<ControllerIoQueue>),
     /// Pass a command to the I/O completion queue of this identifier.
     Queue(u16, ControllerQueueCommand),
@@ -68,16 +75,23 @@ pub enum ControllerRequest {
     Flush(u64),
 }
 
+/// Host address and bytes of a ring.
+type RingRange = (u64, usize);
+
 /// State of an I/O completion queue on the admin side.
 #[derive(Debug)]
 struct IoCompletionQueue {
+    ring: RingRange,
     shared: Arc<IoShared>,
+    /// Whether the command that creates it is not complete.
+    is_creating: bool,
     is_deleting: bool,
 }
 
 /// State of an I/O submission queue on the admin side.
 #[derive(Debug)]
 struct IoSubmissionQueue {
+    ring: RingRange,
     cqid: u16,
     is_deleting: bool,
 }
@@ -99,8 +113,10 @@ pub struct Controller {
     memory: ControllerMemory,
     bounce: Arc<Region>,
     namespaces: Arc<NamespaceTable>,
-    /// The admin queue, while commands are processed.
+    /// The admin queue, while commands are processed; unset over fabrics.
     admin: Option<ControllerQueuePair>,
+    /// The admin queue over fabrics.
+    capsules: Option<CapsuleQueue>,
     /// Whether the admin queue's doorbell fault was recorded.
     is_admin_fault_told: bool,
     /// Indexed by identifier; entry 0 is empty.
@@ -142,13 +158,18 @@ impl Controller {
         namespaces: NamespaceTable,
     ) -> std::io::Result<Controller> {
         options.check();
-        let doorbell_bytes = reg::sq_doorbell(options.io_queues + 1, 0);
+        let doorbell_bytes = reg::sq_doorbell(options.io_queues + 1, options.doorbell_stride);
         assert!(
             registers.len() >= doorbell_bytes && registers.len().is_multiple_of(8),
             "{} bytes of doorbells",
             registers.len()
         );
-        let bounce = Region::anonymous(2 * options.transfer_bytes as usize * usize::from(options.io_queues))?;
+        // Devices in other processes map it, too.
+        let bounce = if options.fabrics.is_some() {
+            Region::anonymous(crate::PAGE as usize)?
+        } else {
+            Region::shared(2 * options.transfer_bytes as usize * usize::from(options.io_queues))?
+        };
         let (map, number) = map.with_region(Arc::clone(&bounce));
         let walker = DataWalker::new(u64::from(options.transfer_bytes), false);
         let places = usize::from(options.io_queues) + 1;
@@ -156,13 +177,14 @@ impl Controller {
             cc: 0,
             status: reg::ControllerStatus::default(),
             admin_addresses: QueueAddresses::default(),
-            doorbells: Doorbells::new(registers.clone(), 0, None),
+            doorbells: Doorbells::new(registers.clone(), options.doorbell_stride, None),
             registers,
             shadow: None,
             memory: ControllerMemory::new(map, number, options.transfer_bytes),
             bounce,
             namespaces: Arc::new(namespaces),
             admin: None,
+            capsules: options.fabrics.is_some().then(CapsuleQueue::default),
             is_admin_fault_told: false,
             cqs: (0..places).map(|_| None).collect(),
             sqs: (0..places).map(|_| None).collect(),
@@ -197,8 +219,8 @@ impl Controller {
         self.tell_events();
         let is_posted = self.admin.as_mut().is_some_and(ControllerQueuePair::take_posted);
         // Last: a Keep Alive in the ring is in time, however late this call is.
-        if self.keep_alive_until_ns.is_some_and(|until| now_ns >= until) && self.admin.is_some() {
-            self.fail();
+        if self.deadline_ns().is_some_and(|until| now_ns >= until) {
+            self.expire();
         }
         is_posted
     }
@@ -210,7 +232,12 @@ impl Controller {
 
     /// Latest time of the next [`Controller::poll`].
     pub fn deadline_ns(&self) -> Option<u64> {
-        self.keep_alive_until_ns.filter(|_| self.admin.is_some())
+        self.keep_alive_until_ns.filter(|_| self.admin.is_some() || self.capsules.is_some())
+    }
+
+    /// Whether it processes admin commands.
+    pub fn is_processing(&self) -> bool {
+        self.admin.is_some() || self.capsules.as_ref().is_some_and(CapsuleQueue::is_open)
     }
 
     /// The next request to the owner.
@@ -222,7 +249,9 @@ impl Controller {
     pub fn reply(&mut self, cqid: u16, reply: ControllerQueueReply) {
         match reply {
             // A queue whose deletion was on its way has no other answer.
-            ControllerQueueReply::Stopped | ControllerQueueReply::Deleted if self.stopping.is_some() => {
+            ControllerQueueReply::Stopped | ControllerQueueReply::Deleted | ControllerQueueReply::NotCreated
+                if self.stopping.is_some() =>
+            {
                 if self.remove_cq(cqid)
                     && let Some(left) = &mut self.stopping
                 {
@@ -233,14 +262,19 @@ impl Controller {
             ControllerQueueReply::Stopped => {
                 self.remove_cq(cqid);
             }
-            ControllerQueueReply::MemorySet(is_mapped) => {
-                self.remapping = self.remapping.saturating_sub(1);
-                if !is_mapped {
-                    self.fail();
-                }
-            }
+            ControllerQueueReply::MemorySet => self.remapping = self.remapping.saturating_sub(1),
             // Requests from before a reset or shutdown are obsolete.
             _ if self.stopping.is_some() => {}
+            ControllerQueueReply::Created => {
+                if let Some(Some(queue)) = self.cqs.get_mut(usize::from(cqid)) {
+                    queue.is_creating = false;
+                }
+                self.finish_pending(PendingAdmin::CreateCq(cqid), 0);
+            }
+            ControllerQueueReply::NotCreated => {
+                self.remove_cq(cqid);
+                self.end_pending(PendingAdmin::CreateCq(cqid), NvmeStatus::INTERNAL, 0);
+            }
             ControllerQueueReply::SubmissionQueueDeleted(qid) => {
                 self.sqs[usize::from(qid)] = None;
                 self.finish_pending(PendingAdmin::DeleteSq(qid), 0);
@@ -268,8 +302,14 @@ impl Controller {
     }
 
     /// A flush that [`ControllerRequest::Flush`] asked for failed. A command that was to disable the volatile write
-    /// cache fails, and the cache stays enabled. A shutdown does not complete.
+    /// cache fails, and the cache stays enabled. A shutdown completes with a fatal error (CSTS.CFS), since
+    /// the host waits for its end.
     pub fn flush_failed(&mut self, number: u64) {
+        if self.shutdown_flush == Some(number) {
+            self.shutdown_flush = None;
+            self.status.shutdown = reg::SHUTDOWN_COMPLETE;
+            self.status.fatal = true;
+        }
         if !self.end_pending(PendingAdmin::Flush(number), NvmeStatus::INTERNAL, 0) {
             return;
         }
@@ -280,22 +320,23 @@ impl Controller {
         }
     }
 
+    /// Whether an admin command or a shutdown waits for the [`ControllerRequest::Flush`] of this number. After a reset
+    /// earlier flushes are obsolete.
+    pub fn awaits_flush(&self, number: u64) -> bool {
+        let is_its = |(_, pending): &(u16, PendingAdmin)| *pending == PendingAdmin::Flush(number);
+        self.shutdown_flush == Some(number) || self.pending.iter().any(is_its)
+    }
+
     /// Replaces the memory of the host. The previous memory is in use until [`Controller::is_remapping`] is false.
+    ///
+    /// A queue whose rings or shadow doorbells are not mapped pauses, and continues once they are mapped again. A write
+    /// of its tail doorbell register meanwhile is a fatal error.
     pub fn set_memory(&mut self, map: &DmaMap) {
         let (map, number) = map.with_region(Arc::clone(&self.bounce));
         self.memory = ControllerMemory::new(map, number, self.options.transfer_bytes);
-        if let Some((doorbells, events)) = self.shadow {
-            if let Some(shadow) = self.shadow_at(doorbells, events) {
-                self.set_shadow(shadow);
-            } else {
-                self.shadow = None;
-                self.doorbells = Doorbells::new(self.registers.clone(), 0, None);
-                self.fail();
-            }
-        }
-        let is_mapped = self.admin.as_mut().is_none_or(|pair| pair.remap(self.memory.map()));
-        if !is_mapped {
-            self.fail();
+        self.find_shadow();
+        if let Some(pair) = &mut self.admin {
+            pair.bind(self.memory.map(), &self.doorbells);
         }
         if self.stopping.is_none() {
             for cqid in self.kept_cq_ids() {
@@ -338,17 +379,22 @@ impl Controller {
         let (sq_entries, cq_entries) = reg::admin_queue_entries(self.admin_addresses.attributes);
         let config = reg::ControllerConfig::from_bits(self.cc);
         let is_supported = config.command_set == 0 && config.page == 0 && config.arbitration == 0;
+        if let Some(capsules) = &mut self.capsules {
+            (self.status.ready, self.status.fatal) = (is_supported, !is_supported);
+            capsules.set_open(is_supported);
+            return;
+        }
         let are_rings = sq_entries >= 2 && cq_entries >= 2 && (sq | cq).is_multiple_of(crate::PAGE);
-        let map = self.memory.map();
-        let [sq_bytes, cq_bytes] =
-            [usize::from(sq_entries) * crate::SQE_BYTES, usize::from(cq_entries) * crate::CQE_BYTES];
-        let views = map.view(sq, sq_bytes).zip(map.view(cq, cq_bytes));
-        let Some((sq_view, cq_view)) = views.filter(|_| is_supported && are_rings) else {
+        let (map, doorbells) = (self.memory.map(), &self.doorbells);
+        let rings = || {
+            let cq = CompletionRing::map(0, cq, cq_entries, map, doorbells)?;
+            Some(ControllerQueuePair::of(SubmissionRing::map(0, sq, sq_entries, map, doorbells)?, cq))
+        };
+        let Some(pair) = (is_supported && are_rings).then(rings).flatten() else {
             self.status.fatal = true;
             return;
         };
-        let rings = ControllerRings { sq: sq_view, sq_entries, cq: cq_view, cq_entries };
-        self.admin = Some(ControllerQueuePair::new(0, rings, &self.doorbells).at(sq, cq));
+        self.admin = Some(pair);
         self.status.ready = true;
     }
 
@@ -367,8 +413,13 @@ impl Controller {
     /// Stops processing commands, and stops all I/O queues.
     fn stop(&mut self) {
         self.admin = None;
+        if let Some(capsules) = &mut self.capsules {
+            capsules.close();
+            self.events = PendingEvents::default();
+        }
         self.pending.clear();
-        self.keep_alive_until_ns = None;
+        // That of an association goes on.
+        self.keep_alive_until_ns = self.keep_alive_until_ns.filter(|_| self.capsules.is_some());
         // A stopping queue sends no other reply.
         self.remapping = 0;
         if self.stopping.is_none() {
@@ -400,11 +451,11 @@ impl Controller {
         self.shutdown_flush = None;
         self.sqs.fill_with(|| None);
         self.events = PendingEvents::default();
-        self.features = Features::new(self.options.io_queues, self.options.vectors);
+        self.reset_features();
         self.is_write_through = false;
         self.is_admin_fault_told = false;
         self.shadow = None;
-        self.doorbells = Doorbells::new(self.registers.clone(), 0, None);
+        self.doorbells = Doorbells::new(self.registers.clone(), self.options.doorbell_stride, None);
         self.status = reg::ControllerStatus::default();
         if reg::ControllerConfig::from_bits(self.cc).enabled {
             // The host has not waited for the end of the reset.
@@ -412,6 +463,18 @@ impl Controller {
         } else {
             self.cc = 0;
         }
+    }
+
+    /// Whether the rings and doorbells of a submission queue are mapped.
+    fn is_mapped(&self, sqid: u16) -> bool {
+        if sqid == 0 {
+            return self.admin.as_ref().is_some_and(ControllerQueuePair::is_mapped);
+        }
+        let sq = self.sqs.get(usize::from(sqid)).and_then(Option::as_ref);
+        let cq = sq.and_then(|sq| self.cqs[usize::from(sq.cqid)].as_ref());
+        let is_mapped = |(addr, bytes): RingRange| self.memory.map().view(addr, bytes).is_some();
+        let are_rings = sq.zip(cq).is_some_and(|(sq, cq)| is_mapped(sq.ring) && is_mapped(cq.ring));
+        are_rings && self.doorbells.are_mapped(sqid)
     }
 
     /// Sets a fatal error: no command is processed before the next reset.
@@ -442,6 +505,8 @@ impl Controller {
     fn complete_admin(&mut self, token: u16, status: NvmeStatus, result: u64) {
         if let Some(pair) = &mut self.admin {
             pair.complete(token, status, result);
+        } else if let Some(capsules) = &mut self.capsules {
+            capsules.complete(token, status, result);
         }
     }
 
@@ -473,8 +538,18 @@ impl Controller {
         }
     }
 
+    /// Finds the shadow doorbells, if they are set, in the present memory.
+    fn find_shadow(&mut self) {
+        if let Some((doorbells, events)) = self.shadow {
+            match self.shadow_at(doorbells, events) {
+                Some(shadow) => self.set_shadow(shadow),
+                None => self.doorbells = Doorbells::unmapped(self.registers.clone(), self.options.doorbell_stride),
+            }
+        }
+    }
+
     fn set_shadow(&mut self, shadow: ShadowDoorbells) {
-        self.doorbells = Doorbells::new(self.registers.clone(), 0, Some(shadow));
+        self.doorbells = Doorbells::new(self.registers.clone(), self.options.doorbell_stride, Some(shadow));
     }
 
     fn set_write_through(&mut self, is_write_through: bool) {
@@ -508,9 +583,8 @@ impl Controller {
             self.is_admin_fault_told = true;
             self.doorbell_fault(0);
         }
-        let Some(pair) = &mut self.admin else { return };
         while let Some((cid, event)) = self.events.next() {
-            if !pair.complete_detached(cid, NvmeStatus::SUCCESS, u64::from(event.result())) {
+            if !self.complete_event(cid, NvmeStatus::SUCCESS, u64::from(event.result())) {
                 return;
             }
             self.events.told(event);

@@ -134,7 +134,7 @@ impl DmaMap {
         while !bytes.is_empty() {
             let len = u32::try_from(bytes.len()).unwrap_or(u32::MAX);
             let Some(segment) = self.segment(addr, len) else { return false };
-            let Some(span) = self.table.resolve(segment) else { return false };
+            let Some(span) = self.table.resolve_region(segment) else { return false };
             let (now, rest) = bytes.split_at_mut(span.len());
             span.copy_to_slice(now);
             // At the last address, the loop ends or finds no further range.

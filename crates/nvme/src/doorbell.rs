@@ -69,6 +69,8 @@ pub struct Doorbells {
     registers: View,
     shadow: Option<ShadowDoorbells>,
     stride: u8,
+    /// Whether the shadow doorbells in use, if any, are mapped.
+    is_mapped: bool,
 }
 
 /// Shadow doorbells and event indexes of Doorbell Buffer Config, with the layout of the registers.
@@ -84,7 +86,22 @@ impl Doorbells {
     /// Doorbells whose registers begin at the start of `registers` (offset 1000h of the controller), at CAP.DSTRD
     /// `stride`. The admin queue has no shadow doorbells.
     pub fn new(registers: View, stride: u8, shadow: Option<ShadowDoorbells>) -> Doorbells {
-        Doorbells { registers, shadow, stride }
+        Doorbells { registers, shadow, stride, is_mapped: true }
+    }
+
+    /// The same while the host has not mapped its shadow doorbells: I/O queues pause.
+    pub(crate) fn unmapped(registers: View, stride: u8) -> Doorbells {
+        Doorbells { is_mapped: false, ..Doorbells::new(registers, stride, None) }
+    }
+
+    /// Whether the doorbells of this queue are mapped.
+    pub(crate) fn are_mapped(&self, qid: u16) -> bool {
+        self.is_mapped || qid == 0
+    }
+
+    /// The shadow doorbells, if they are used.
+    pub(crate) fn shadow(&self) -> Option<&ShadowDoorbells> {
+        self.shadow.as_ref()
     }
 
     /// The tail doorbell of a submission queue.

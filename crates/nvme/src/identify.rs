@@ -5,6 +5,8 @@
 
 use blkyard_mq::SECTOR_BYTES;
 
+use crate::SQE_BYTES;
+
 /// Bytes of every identify data structure.
 pub const IDENTIFY_BYTES: usize = 4096;
 
@@ -79,6 +81,10 @@ macro_rules! identify {
 identify! {
     /// A controller (CNS 01h).
     IdentifyController {
+        /// PCI vendor id (VID).
+        vendor: u16 = 0,
+        /// PCI subsystem vendor id (SSVID).
+        subsystem_vendor: u16 = 2,
         /// Serial number, ASCII, padded with blanks (SN).
         serial: [u8; 20] = 4,
         /// Model number, ASCII, padded with blanks (MN).
@@ -172,6 +178,12 @@ identify! {
         response_capsule: u32 = 1796,
         /// Offset of data in a capsule, 16 bytes, for fabrics (ICDOFF).
         capsule_data_offset: u16 = 1800,
+        /// Fabrics controller attributes (FCATT): bit 0, the controllers are static.
+        fabrics_attributes: u8 = 1802,
+        /// Maximum SGL descriptors in a capsule, for fabrics (MSDBD).
+        sgl_descriptors_max: u8 = 1803,
+        /// Optional fabrics commands (OFCS): bit 0 Disconnect.
+        fabrics_commands: u16 = 1804,
     }
 }
 
@@ -190,6 +202,12 @@ impl IdentifyController {
     /// Whether Doorbell Buffer Config is supported.
     pub fn has_shadow_doorbells(&self) -> bool {
         self.admin_commands & 1 << 8 != 0
+    }
+
+    /// Maximum in-capsule data of I/O commands, bytes. Zero if it would not be right behind the command.
+    pub fn in_capsule_bytes(&self) -> u32 {
+        let capsule = if self.capsule_data_offset == 0 { self.command_capsule } else { 0 };
+        capsule.saturating_mul(16).saturating_sub(SQE_BYTES as u32)
     }
 
     /// Whether SGLs are supported for I/O commands.
@@ -326,6 +344,8 @@ mod tests {
 
     /// Offset and length of each field as the specification lists them, in its order.
     const CONTROLLER: &[(usize, usize)] = &[
+        (0, 2),
+        (2, 2),
         (4, 20),
         (24, 40),
         (64, 8),
@@ -372,6 +392,9 @@ mod tests {
         (1792, 4),
         (1796, 4),
         (1800, 2),
+        (1802, 1),
+        (1803, 1),
+        (1804, 2),
     ];
     const NAMESPACE: &[(usize, usize)] = &[
         (0, 8),
@@ -442,6 +465,13 @@ mod tests {
         (controller.mdts, controller.sgl) = (0, 2);
         assert_eq!(controller.transfer_bytes_max(0), None);
         assert!(controller.has_sgl());
+        assert_eq!(controller.in_capsule_bytes(), 0, "no fabrics");
+        for (capsule, offset, bytes) in
+            [(4, 0, 0), (3, 0, 0), (516, 0, 8192), (516, 1, 0), (u32::MAX, 0, u32::MAX - 64)]
+        {
+            (controller.command_capsule, controller.capsule_data_offset) = (capsule, offset);
+            assert_eq!(controller.in_capsule_bytes(), bytes);
+        }
         for mdts in [52, 60, 255] {
             controller.mdts = mdts;
             assert_eq!(controller.transfer_bytes_max(0), Some(u64::MAX), "an absurd limit is none");

@@ -2,15 +2,19 @@
 //!
 //! Owned by one thread, within the queue core's driver. It reports writes of the doorbell register and wakes no thread;
 //! it knows neither registers nor clock. A request's slot is the index of its tag. The data stays in its segments; the
-//! owner of the queue translates it to the controller's bus addresses.
+//! owner of the queue translates it to the controller's bus addresses. For registered buffers the queue keeps them.
 //!
 //! The owner of the controller stops and resumes the queue ([`IoQueueCommand`]), and receives late commands
 //! ([`LateCommand`]); only it aborts and resets. A request whose command fails is retried as its status allows.
 
-use blkyard_mem::Segment;
-use blkyard_mq::{Batch, BioFlags, Done, Op, Shortage, Status, Tag, TimedOut};
+use std::sync::Arc;
+
+use blkyard_mem::{BufferAddresses, BufferId, BufferMapping, RegisteredBuffer, Segment};
+use blkyard_mq::{Batch, BioFlags, Done, Op, Segments, Shortage, Status, Tag, TimedOut};
 
 use crate::host::Retries;
+use crate::lists::without_list;
+use crate::registered::MappedBuffers;
 use crate::{
     DmaSegment, DsmRange, HostQueuePair, ListError, ListPool, NvmeNamespace, NvmeStatus, Psdt, RetryDelays, Sqe,
     control, io,
@@ -68,6 +72,7 @@ pub struct IoQueue {
     qid: u16,
     pair: HostQueuePair,
     lists: ListPool,
+    buffers: MappedBuffers,
     /// Indexed by namespace number in the hardware queue.
     namespaces: Box<[NvmeNamespace]>,
     /// Tags of requests in flight, by slot.
@@ -93,6 +98,7 @@ impl IoQueue {
             qid: pair.qid(),
             pair,
             lists,
+            buffers: MappedBuffers::default(),
             namespaces,
             parked: (0..depth).map(|_| None).collect(),
             retries: Retries::new(depth, delays),
@@ -106,6 +112,12 @@ impl IoQueue {
         }
     }
 
+    /// Has rings and lists on this NUMA node, as far as they are not pinned by a device.
+    pub fn prefer_node(&self, node: u32) {
+        self.pair.prefer_node(node);
+        self.lists.prefer_node(node);
+    }
+
     /// Its identifier.
     pub fn qid(&self) -> u16 {
         self.qid
@@ -116,8 +128,31 @@ impl IoQueue {
         self.pair.depth()
     }
 
+    /// Has later requests use a registered buffer by the addresses of its mapping in the controller's domain. Until
+    /// then, and if its addresses cannot be used (false), its segments are translated like others. May be called again,
+    /// with other addresses. The mapping is held until the buffer is removed.
+    pub fn add_buffer(
+        &mut self,
+        buffer: &RegisteredBuffer,
+        mapping: &Arc<BufferMapping>,
+        addresses: &BufferAddresses,
+    ) -> bool {
+        self.buffers.add(buffer, mapping, addresses)
+    }
+
+    /// Forgets a registered buffer, which no request in flight names.
+    pub fn remove_buffer(&mut self, id: BufferId) {
+        self.buffers.remove(id);
+    }
+
+    /// Forgets all registered buffers, with no request in flight.
+    pub fn clear_buffers(&mut self) {
+        self.buffers.clear();
+    }
+
     /// Submits requests of the batch and announces their commands together. `translate` returns the controller's bus
-    /// address of a segment, or `None` if it cannot reach it. Returns whether the doorbell register was written.
+    /// address of a segment, or `None` if it cannot reach it; it is asked about segments of registered buffers that the
+    /// queue [does not know](IoQueue::add_buffer), too. Returns whether the doorbell register was written.
     #[inline]
     pub fn queue(&mut self, batch: &mut Batch<'_>, translate: impl Fn(Segment) -> Option<u64> + Copy) -> bool {
         if self.mode != QueueMode::Running {
@@ -139,10 +174,20 @@ impl IoQueue {
                 Op::Read | Op::Write => {
                     let (opcode, control) = if op == Op::Read { (io::READ, 0) } else { (io::WRITE, fua) };
                     let data = match segments.only() {
-                        Some(segment) => {
-                            self.lists.map(slot, bytes, std::iter::once(segment).map_while(run), sgl_threshold)
+                        Some(segment) if segment.is_registered() => {
+                            self.map_registered(slot, segment, op, sgl_threshold, run)
                         }
-                        None => self.lists.map(slot, bytes, segments.map_while(run), sgl_threshold),
+                        Some(segment) => match run(segment).and_then(|run| without_list(run, bytes)) {
+                            Some(pointer) => Ok((Psdt::Prp, pointer)),
+                            None => self.map_long(slot, bytes, segment, sgl_threshold, run),
+                        },
+                        None => {
+                            let made = self.lists.map(slot, bytes, segments.clone().map_while(run), sgl_threshold);
+                            match made {
+                                Err(ListError::Length) => self.map_mixed(slot, bytes, segments, op, sgl_threshold, run),
+                                made => made,
+                            }
+                        }
                     };
                     let sqe = Sqe::with_blocks(opcode, nsid, slba, blocks, control);
                     data.map(|(psdt, pointer)| sqe.with_data(psdt, pointer))
@@ -180,6 +225,104 @@ impl IoQueue {
         self.pair.announce()
     }
 
+    /// The data pointer of a request whose data is one segment that needs a list, or is refused.
+    #[inline(never)]
+    fn map_long(
+        &mut self,
+        slot: u16,
+        bytes: u64,
+        segment: Segment,
+        sgl_threshold: Option<u32>,
+        run: impl Fn(Segment) -> Option<DmaSegment> + Copy,
+    ) -> Result<(Psdt, [u64; 2]), ListError> {
+        self.lists.map(slot, bytes, std::iter::once(segment).map_while(run), sgl_threshold)
+    }
+
+    /// The data pointer of a request whose data is one segment of a registered buffer.
+    #[inline]
+    fn map_registered(
+        &mut self,
+        slot: u16,
+        segment: Segment,
+        op: Op,
+        sgl_threshold: Option<u32>,
+        run: impl Fn(Segment) -> Option<DmaSegment> + Copy,
+    ) -> Result<(Psdt, [u64; 2]), ListError> {
+        let takes_sgl = sgl_threshold.is_some_and(|threshold| threshold > 0);
+        match self.buffers.get(segment) {
+            Some((buffer, from))
+                if !buffer.needs_sync
+                    && let Some(pointer) = buffer.pointer(from, segment.len, takes_sgl) =>
+            {
+                Ok(pointer)
+            }
+            _ => self.map_registered_slow(slot, segment, op, sgl_threshold, run),
+        }
+    }
+
+    /// The same for a list that does not fit its table page, a bounced buffer, or one that the queue does not know.
+    #[cold]
+    #[inline(never)]
+    fn map_registered_slow(
+        &mut self,
+        slot: u16,
+        segment: Segment,
+        op: Op,
+        sgl_threshold: Option<u32>,
+        run: impl Fn(Segment) -> Option<DmaSegment> + Copy,
+    ) -> Result<(Psdt, [u64; 2]), ListError> {
+        let IoQueue { buffers, lists, .. } = self;
+        let bytes = u64::from(segment.len);
+        let Some((buffer, from)) = buffers.get(segment) else {
+            return lists.map(slot, bytes, std::iter::once(segment).map_while(run), sgl_threshold);
+        };
+        let takes_sgl = sgl_threshold.is_some_and(|threshold| threshold > 0);
+        let pointer = match buffer.pointer(from, segment.len, takes_sgl) {
+            Some(pointer) => pointer,
+            None => lists.map(slot, bytes, buffer.runs(from, segment.len), sgl_threshold)?,
+        };
+        if buffer.needs_sync && op == Op::Write {
+            buffers.sync_for_device(segment);
+        } else if buffer.needs_sync {
+            lists.needs_sync(slot);
+        }
+        Ok(pointer)
+    }
+
+    /// The same for a request of several segments, some of which may be in registered buffers: a part of a bio, several
+    /// bios that were merged, or a bio of several segments.
+    #[cold]
+    #[inline(never)]
+    fn map_mixed(
+        &mut self,
+        slot: u16,
+        bytes: u64,
+        segments: Segments<'_>,
+        op: Op,
+        sgl_threshold: Option<u32>,
+        run: impl Fn(Segment) -> Option<DmaSegment> + Copy,
+    ) -> Result<(Psdt, [u64; 2]), ListError> {
+        let is_whole = |segment: &Segment| segment.is_registered() && u64::from(segment.len) == bytes;
+        if let Some(segment) = segments.clone().first().filter(is_whole) {
+            return self.map_registered(slot, segment, op, sgl_threshold, run);
+        }
+        let IoQueue { buffers, lists, .. } = self;
+        let runs = segments.clone().flat_map(|segment| {
+            let known = buffers.runs(segment);
+            let other = if known.is_none() { run(segment) } else { None };
+            known.into_iter().flatten().chain(other)
+        });
+        let pointer = lists.map(slot, bytes, runs, sgl_threshold)?;
+        for segment in segments {
+            match buffers.get(segment) {
+                Some((buffer, _)) if buffer.needs_sync && op == Op::Write => buffers.sync_for_device(segment),
+                Some((buffer, _)) if buffer.needs_sync => lists.needs_sync(slot),
+                _ => {}
+            }
+        }
+        Ok(pointer)
+    }
+
     /// Handles requests that arrive while the queue is stopped or its controller gone.
     #[cold]
     fn refuse(&mut self, batch: &mut Batch<'_>) {
@@ -212,11 +355,14 @@ impl IoQueue {
 
     #[inline]
     fn reap(&mut self, done: &mut Done<'_>, now_ns: u64) -> bool {
-        let IoQueue { pair, lists, parked, retries, .. } = self;
+        let IoQueue { pair, lists, parked, retries, buffers, .. } = self;
         pair.poll(|completed| {
-            lists.release(completed.slot);
+            let needs_sync = lists.release(completed.slot);
             // The queue pair returns only commands that were pushed.
             let Some(tag) = parked[usize::from(completed.slot)].take() else { return };
+            if needs_sync {
+                copy_back(buffers, done.request(&tag).1);
+            }
             if completed.status.is_success() && retries.is_empty() {
                 done.complete(tag, Status::Ok);
             } else {
@@ -254,12 +400,32 @@ impl IoQueue {
         self.late.drain(..)
     }
 
+    /// The namespaces of its hardware queue, in place of those it was made with. No request is in flight.
+    pub fn set_namespaces(&mut self, namespaces: Box<[NvmeNamespace]>) {
+        self.namespaces = namespaces;
+    }
+
+    /// Whether it has no request, neither in flight nor waiting for a retry.
+    pub fn is_idle(&self) -> bool {
+        self.pair.in_flight() == 0 && self.retries.deadline_ns().is_none()
+    }
+
+    /// Gives back all requests that wait for a retry: they are submitted again in another queue.
+    #[cold]
+    pub fn requeue_delayed(&mut self, done: &mut Done<'_>) {
+        self.retries.requeue_due(done, u64::MAX);
+    }
+
     /// Executes a command of the controller's owner. Parts that need the queue core follow at the next poll.
     pub fn command(&mut self, command: IoQueueCommand) {
         match command {
             IoQueueCommand::Stop => self.stopped(),
             IoQueueCommand::Drain if self.pair.in_flight() == 0 => self.stopped(),
-            IoQueueCommand::Drain => (self.mode, self.wants_drain) = (QueueMode::Stopped, true),
+            IoQueueCommand::Drain => {
+                self.stop();
+                self.wants_drain = true;
+            }
+            IoQueueCommand::Cancel if self.pair.in_flight() == 0 => self.cancelled(),
             IoQueueCommand::Cancel => self.wants_cancel = true,
             IoQueueCommand::Start => {
                 self.mode = QueueMode::Running;
@@ -274,9 +440,24 @@ impl IoQueue {
         self.report.take()
     }
 
+    /// Sends no more commands. A queue whose controller was given up continues to fail requests.
+    fn stop(&mut self) {
+        if self.mode == QueueMode::Running {
+            self.mode = QueueMode::Stopped;
+        }
+    }
+
     fn stopped(&mut self) {
-        (self.mode, self.wants_drain) = (QueueMode::Stopped, false);
+        self.stop();
+        self.wants_drain = false;
         self.report = Some(IoQueueReport::Stopped);
+    }
+
+    /// No command is in flight.
+    fn cancelled(&mut self) {
+        self.late.clear();
+        self.pair.reset();
+        self.report = Some(IoQueueReport::Cancelled);
     }
 
     /// Executes the pending command, after completions were handled.
@@ -286,15 +467,13 @@ impl IoQueue {
             self.stopped();
         }
         if std::mem::take(&mut self.wants_cancel) {
-            self.late.clear();
             for slot in 0..self.parked.len() {
                 let Some(tag) = self.parked[slot].take() else { continue };
                 self.pair.cancel(slot as u16);
                 self.lists.release(slot as u16);
                 self.retries.finish(tag, NvmeStatus::HOST_ABORTED, done, now_ns);
             }
-            self.pair.reset();
-            self.report = Some(IoQueueReport::Cancelled);
+            self.cancelled();
         }
         if std::mem::take(&mut self.wants_fail) {
             self.retries.fail_delayed(done);
@@ -305,4 +484,10 @@ impl IoQueue {
     pub fn pair(&self) -> &HostQueuePair {
         &self.pair
     }
+}
+
+/// Copies what was read into bounced buffers to where it belongs.
+#[cold]
+fn copy_back(buffers: &MappedBuffers, segments: Segments<'_>) {
+    segments.for_each(|segment| buffers.sync_for_cpu(segment));
 }

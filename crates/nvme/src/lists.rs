@@ -66,6 +66,15 @@ pub enum ListError {
     Length,
 }
 
+/// The PRP entries for `bytes` of data that are one segment, if they need no list: most I/O takes this path only.
+#[inline]
+pub(crate) fn without_list(segment: DmaSegment, bytes: u64) -> Option<[u64; 2]> {
+    let DmaSegment { addr, len } = segment;
+    let end = addr % PAGE + bytes;
+    let needs_none = addr.is_multiple_of(4) && len == bytes && end <= 2 * PAGE;
+    needs_none.then(|| [addr, if end > PAGE { next_page(addr) } else { 0 }])
+}
+
 /// Iterator over segments that joins contiguous ones.
 #[derive(Clone, Debug)]
 struct JoinedSegments<I> {
@@ -101,6 +110,16 @@ impl<I: Iterator<Item = DmaSegment>> Iterator for JoinedSegments<I> {
 struct HeldPages {
     pages: [u16; PAGES_MAX],
     count: u8,
+    /// Its data is to be copied back when the command has completed.
+    needs_sync: bool,
+}
+
+impl HeldPages {
+    /// Whether anything is to be done at the end of the command.
+    #[inline]
+    fn is_empty(self) -> bool {
+        self.count == 0 && !self.needs_sync
+    }
 }
 
 /// Memory for the lists of one queue.
@@ -115,6 +134,10 @@ pub struct ListPool {
 }
 
 impl ListPool {
+    pub(crate) fn prefer_node(&self, node: u32) {
+        self.view.prefer_node(node);
+    }
+
     /// Bytes for `slots` commands and `pages` list pages.
     pub fn bytes(slots: u16, pages: u16) -> usize {
         (usize::from(pages) * PAGE as usize + usize::from(slots) * BLOCK_BYTES).next_multiple_of(PAGE as usize)
@@ -190,12 +213,10 @@ impl ListPool {
         if first.addr & 3 != 0 {
             return Err(ListError::Unaligned);
         }
-        let offset = first.addr % PAGE;
-        if first.len == bytes && offset + bytes <= 2 * PAGE && runs.next.is_none() {
-            let second = if offset + bytes > PAGE { next_page(first.addr) } else { 0 };
-            return Ok([first.addr, second]);
+        if let Some(entries) = without_list(first, bytes).filter(|_| runs.next.is_none()) {
+            return Ok(entries);
         }
-        self.prp_list(slot, bytes, first, runs).inspect_err(|_| self.release(slot))
+        self.prp_list(slot, bytes, first, runs).inspect_err(|_| _ = self.release(slot))
     }
 
     fn prp_list(
@@ -299,14 +320,22 @@ impl ListPool {
         Ok((count as u16, [self.addr + at as u64, 0]))
     }
 
-    /// Frees the lists of a slot after the end of its command.
+    /// Frees the lists of a slot after the end of its command. Returns whether its data [needs to be
+    /// copied](blkyard_mem::BufferMapping::sync_for_cpu).
     #[inline]
-    pub fn release(&mut self, slot: u16) {
+    pub fn release(&mut self, slot: u16) -> bool {
         let held = &mut self.held[usize::from(slot)];
-        if held.count > 0 {
-            self.free_pages.extend(&held.pages[..usize::from(held.count)]);
-            held.count = 0;
+        if held.is_empty() {
+            return false;
         }
+        self.free_pages.extend(&held.pages[..usize::from(held.count)]);
+        held.count = 0;
+        std::mem::take(&mut held.needs_sync)
+    }
+
+    /// The data of the command in this slot is to be copied after its end.
+    pub(crate) fn needs_sync(&mut self, slot: u16) {
+        self.held[usize::from(slot)].needs_sync = true;
     }
 
     /// Number of free list pages.

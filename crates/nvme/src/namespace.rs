@@ -2,9 +2,12 @@
 //!
 //! Host side. Untrusted data of the controller is checked: a namespace that the queue core cannot use is ignored.
 
-use blkyard_mq::{DeviceInfo, QueueLimits, SECTOR_BYTES, SECTOR_SHIFT};
+use blkyard_mq::{BioFlags, DeviceInfo, Op, QueueLimits, SECTOR_BYTES, SECTOR_SHIFT};
 
-use crate::{IdentifyController, IdentifyNamespace, NvmLimits, PAGE, SGL_DESCRIPTORS_MAX, Sqe, TRANSFER_BYTES_MAX};
+use crate::{
+    DsmRange, IdentifyController, IdentifyNamespace, NvmLimits, PAGE, SGL_DESCRIPTORS_MAX, Sqe, TRANSFER_BYTES_MAX,
+    control, io,
+};
 
 /// Timeout of an I/O command, ns: 30 s, as in Linux.
 const IO_TIMEOUT_NS: u64 = 30_000_000_000;
@@ -84,6 +87,30 @@ impl NvmeNamespace {
         };
         let sgl_threshold = has_sgl.then_some(SGL_THRESHOLD);
         Some((NvmeNamespace { nsid, sector_shift, sgl_threshold }, info))
+    }
+}
+
+impl NvmeNamespace {
+    /// The command of a request, without data. The operation is not a discard, whose ranges are data.
+    #[inline(always)]
+    pub fn command(&self, op: Op, sector: u64, sectors: u32, flags: BioFlags) -> Sqe {
+        let (slba, blocks) = (sector >> self.sector_shift, sectors >> self.sector_shift);
+        let fua = if flags.contains(BioFlags::FUA) { control::FUA } else { 0 };
+        match op {
+            Op::Read => Sqe::with_blocks(io::READ, self.nsid, slba, blocks, 0),
+            Op::Write => Sqe::with_blocks(io::WRITE, self.nsid, slba, blocks, fua),
+            Op::WriteZeroes => {
+                let deallocate = if flags.contains(BioFlags::NO_UNMAP) { 0 } else { control::DEAC };
+                Sqe::with_blocks(io::WRITE_ZEROES, self.nsid, slba, blocks, fua | deallocate)
+            }
+            Op::Flush | Op::Discard => Sqe::new(io::FLUSH, self.nsid),
+        }
+    }
+
+    /// A range of a discard, in logical blocks.
+    #[inline]
+    pub fn range(&self, (sector, sectors): (u64, u32)) -> DsmRange {
+        DsmRange { slba: sector >> self.sector_shift, blocks: sectors >> self.sector_shift }
     }
 }
 

@@ -2,6 +2,7 @@
 //!
 //! All data written by a host is untrusted. The command is a copy; its data pointers are walked once.
 
+use blkyard_mem::{RegionTable, Segment};
 use blkyard_mq::{Bio, BioFlags, Op, SECTOR_SHIFT};
 
 use crate::{DSM_RANGE_BYTES, DataWalker, DmaMap, DsmRange, NvmeStatus, Sqe, control, io};
@@ -56,6 +57,7 @@ impl IoParser {
     ///
     /// # Errors
     /// The status to complete the command with.
+    #[inline]
     pub fn parse(
         &mut self,
         sqe: &Sqe,
@@ -63,6 +65,23 @@ impl IoParser {
         map: &DmaMap,
         bio: &mut Bio,
     ) -> Result<IoCommand, NvmeStatus> {
+        let (command, bytes) = IoParser::check(sqe, namespace, bio)?;
+        if bytes > 0 {
+            self.walker.walk(map, sqe, bytes, &mut bio.segments)?;
+        }
+        if command == IoCommand::Deallocate {
+            self.read_ranges(sqe, namespace, map.table(), &mut bio.segments)?;
+        }
+        Ok(command)
+    }
+
+    /// Fills in operation and range of the bio of a command for a namespace. Returns the bytes of the command's data,
+    /// too.
+    ///
+    /// # Errors
+    /// The status to complete the command with.
+    #[inline(always)]
+    pub(crate) fn check(sqe: &Sqe, namespace: &NamespaceFormat, bio: &mut Bio) -> Result<(IoCommand, u64), NvmeStatus> {
         bio.reset();
         if sqe.fused() != 0 {
             return Err(NvmeStatus::INVALID_FIELD.with_dnr());
@@ -81,18 +100,15 @@ impl IoParser {
                 namespace.place(range, bio);
                 bio.op = if opcode == io::WRITE { Op::Write } else { Op::Read };
                 bio.flags = if opcode == io::WRITE { fua } else { BioFlags::empty() };
-                let bytes = bio.bytes();
-                self.walker.walk(map, sqe, bytes, &mut bio.segments)?;
-                if opcode == io::COMPARE {
-                    return Ok(IoCommand::Compare);
-                }
+                let command = if opcode == io::COMPARE { IoCommand::Compare } else { IoCommand::Bio };
+                return Ok((command, bio.bytes()));
             }
             io::VERIFY => {
                 let range = DsmRange { slba: sqe.slba(), blocks: sqe.blocks() };
                 namespace.check(range)?;
                 namespace.place(range, bio);
                 bio.op = Op::Read;
-                return Ok(IoCommand::Verify);
+                return Ok((IoCommand::Verify, 0));
             }
             io::WRITE_ZEROES => {
                 namespace.check_writable(true)?;
@@ -103,32 +119,36 @@ impl IoParser {
                 let stays = sqe.control() & control::DEAC == 0;
                 bio.flags = fua | if stays { BioFlags::NO_UNMAP } else { BioFlags::empty() };
             }
-            io::DSM => return self.ranges(sqe, namespace, map, bio),
+            // All other attributes are hints.
+            io::DSM if !sqe.is_deallocate() => return Ok((IoCommand::Nothing, 0)),
+            io::DSM => {
+                namespace.check_writable(true)?;
+                let ranges = u64::from(sqe.ranges()) * DSM_RANGE_BYTES as u64;
+                return Ok((IoCommand::Deallocate, ranges));
+            }
             _ => return Err(NvmeStatus::INVALID_OPCODE.with_dnr()),
         }
-        Ok(IoCommand::Bio)
+        Ok((IoCommand::Bio, 0))
     }
 
-    /// Parses the ranges of a Dataset Management command; all are checked before any is discarded.
-    fn ranges(
+    /// Reads the ranges of a Dataset Management command from its data, and empties `segments`; all are checked before
+    /// any is discarded.
+    ///
+    /// # Errors
+    /// The status to complete the command with.
+    pub(crate) fn read_ranges(
         &mut self,
         sqe: &Sqe,
         namespace: &NamespaceFormat,
-        map: &DmaMap,
-        bio: &mut Bio,
-    ) -> Result<IoCommand, NvmeStatus> {
-        // All other attributes are hints.
-        if !sqe.is_deallocate() {
-            return Ok(IoCommand::Nothing);
-        }
-        namespace.check_writable(true)?;
+        table: &RegionTable,
+        segments: &mut Vec<Segment>,
+    ) -> Result<(), NvmeStatus> {
         let mut left = usize::from(sqe.ranges());
-        self.walker.walk(map, sqe, (left * DSM_RANGE_BYTES) as u64, &mut bio.segments)?;
         self.ranges.clear();
         let (mut bytes, mut filled) = ([0; DSM_RANGE_BYTES], 0);
         // A range may cross segments.
-        for segment in &bio.segments {
-            let Some(span) = map.table().resolve(*segment) else {
+        for segment in &*segments {
+            let Some(span) = table.resolve_region(*segment) else {
                 return Err(NvmeStatus::DATA_TRANSFER_ERROR.with_dnr());
             };
             let mut at = 0;
@@ -147,11 +167,11 @@ impl IoParser {
                 }
             }
         }
-        bio.segments.clear();
+        segments.clear();
         for range in &self.ranges {
             namespace.check(*range)?;
         }
-        Ok(IoCommand::Deallocate)
+        Ok(())
     }
 
     /// Fills in a bio that discards the next range, in descending order; false once all are done. Empty ranges are

@@ -150,7 +150,7 @@ impl DsmRange {
 }
 
 /// A submission queue entry as eight words of memory. Unset fields are zero.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Sqe(pub [u64; 8]);
 
 impl Sqe {
@@ -163,6 +163,16 @@ impl Sqe {
     #[inline]
     pub const fn new(opcode: u8, nsid: u32) -> Sqe {
         Sqe([opcode as u64 | (nsid as u64) << 32, 0, 0, 0, 0, 0, 0, 0])
+    }
+
+    /// A command of given dwords.
+    pub fn from_dwords(dwords: [u32; 16]) -> Sqe {
+        Sqe(std::array::from_fn(|word| u64::from(dwords[word * 2]) | u64::from(dwords[word * 2 + 1]) << 32))
+    }
+
+    /// All command dwords.
+    pub fn dwords(&self) -> [u32; 16] {
+        std::array::from_fn(|number| self.dword(number))
     }
 
     /// Read, Write, Write Zeroes or another command with a range of 1 to [`Sqe::BLOCKS_MAX`] blocks.
@@ -418,6 +428,8 @@ mod tests {
         expect("SGL and metadata SGL", sgl, &[(0, &[1, 0x80]), (4, &[1]), (24, &[1]), (32, &[2])]);
         assert_eq!(sgl.psdt(), Some(Psdt::SglMetadata));
         assert_eq!(Sqe([0xc000, 0, 0, 0, 0, 0, 0, 0]).psdt(), None);
+
+        assert_eq!(Sqe::from_dwords(read.dwords()), read);
 
         expect("flush", Sqe::new(io::FLUSH, 7), &[(4, &[7])]);
         let zeroes = Sqe::with_blocks(io::WRITE_ZEROES, 1, 5, Sqe::BLOCKS_MAX, control::DEAC);

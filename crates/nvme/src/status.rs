@@ -4,7 +4,7 @@ use blkyard_mq::Status;
 
 /// The status of a command, without the phase bit: code in bits 0-7, type in 8-10, retry delay in 11-12, "more" in 13,
 /// "do not retry" in 14.
-#[derive(Clone, Copy, Default, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Default, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 pub struct NvmeStatus(pub u16);
 
 const DNR: u16 = 0x4000;
@@ -64,12 +64,16 @@ codes! {
     INVALID_SGL_TYPE = 0x011, "SGL descriptor type invalid";
     /// A PRP entry with an invalid offset.
     INVALID_PRP_OFFSET = 0x013, "PRP offset invalid";
+    /// An offset in the capsule that the controller does not support.
+    INVALID_SGL_OFFSET = 0x016, "SGL offset invalid";
     /// A data block's address or length is not a multiple of a dword.
     INVALID_SGL_GRANULARITY = 0x01e, "SGL data block granularity invalid";
     /// The namespace is write protected.
     WRITE_PROTECTED = 0x020, "namespace is write protected";
     /// Interrupted; the host is to retry.
     COMMAND_INTERRUPTED = 0x021, "command interrupted";
+    /// A transfer failed, such as one with a wrong data digest; the host may retry.
+    TRANSIENT_TRANSPORT = 0x022, "transient transport error";
     /// Beyond the end of the namespace.
     LBA_OUT_OF_RANGE = 0x080, "LBA out of range";
     /// The namespace has no capacity left.
@@ -191,10 +195,13 @@ impl NvmeStatus {
         NvmeStatus(self.0 | DNR)
     }
 
-    /// The corresponding status of the queue core. Linux's TARGET, PROTECTION, RESV_CONFLICT, TRANSPORT and zone
-    /// statuses have no counterpart there and become [`Status::Io`].
+    /// The corresponding status of the queue core. Linux's TARGET, PROTECTION, RESV_CONFLICT and zone statuses have no
+    /// counterpart there and become [`Status::Io`]. So do a path error that is final, since no other path is to be
+    /// tried, and a command that the host aborted, which may have been executed.
     pub fn to_status(self) -> Status {
         match self.without_flags() {
+            NvmeStatus::HOST_ABORTED => Status::Io,
+            _ if self.is_path_error() && !self.is_final() => Status::Path,
             NvmeStatus::SUCCESS => Status::Ok,
             NvmeStatus::CAPACITY_EXCEEDED => Status::NoSpace,
             NvmeStatus::CONFLICTING_ATTRIBUTES
@@ -230,6 +237,7 @@ impl NvmeStatus {
             Status::Timeout | Status::Again => NvmeStatus::COMMAND_INTERRUPTED,
             Status::NoSpace => NvmeStatus::CAPACITY_EXCEEDED,
             Status::Medium => NvmeStatus::UNRECOVERED_READ,
+            Status::Path => NvmeStatus::CONTROLLER_PATH_ERROR,
             Status::Io => NvmeStatus::INTERNAL,
             Status::Offline => NvmeStatus::NAMESPACE_NOT_READY,
             Status::Invalid => NvmeStatus::INVALID_FIELD.with_dnr(),
@@ -293,7 +301,6 @@ mod tests {
             (0x284, Io),
             (0x181, Io),
             (0x083, Io),
-            (0x370, Io),
             (0x371, Io),
             (0x007, Io),
             (0x006, Io),
@@ -307,13 +314,22 @@ mod tests {
     }
 
     #[test]
+    fn a_path_error_is_for_another_path_unless_it_is_final() {
+        for bits in [0x300, 0x301, 0x302, 0x303, 0x360, 0x370, 0x3ff] {
+            assert_eq!(NvmeStatus(bits).to_status(), Status::Path, "{bits:#x}");
+            assert_eq!(NvmeStatus(bits | MORE).to_status(), Status::Path, "{bits:#x}");
+            assert_eq!(NvmeStatus(bits).with_dnr().to_status(), Status::Io, "{bits:#x}");
+        }
+    }
+
+    #[test]
     fn a_failure_of_the_core_is_a_failure_to_the_host() {
-        use Status::{Again, Invalid, Io, Medium, NoSpace, NotSupported, Offline, Ok, Timeout};
+        use Status::{Again, Invalid, Io, Medium, NoSpace, NotSupported, Offline, Ok, Path, Timeout};
         assert!(NvmeStatus::from_status(Ok).is_success());
-        for status in [NotSupported, Timeout, NoSpace, Medium, Io, Again, Offline, Invalid] {
+        for status in [NotSupported, Timeout, NoSpace, Medium, Path, Io, Again, Offline, Invalid] {
             assert!(!NvmeStatus::from_status(status).to_status().is_ok(), "{status}");
         }
-        for status in [NotSupported, NoSpace, Medium, Io] {
+        for status in [NotSupported, NoSpace, Medium, Path, Io] {
             assert_eq!(NvmeStatus::from_status(status).to_status(), status);
         }
     }

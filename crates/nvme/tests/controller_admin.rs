@@ -7,8 +7,8 @@ mod machine;
 use blkyard_mq::Status;
 use blkyard_nvme::registers::{CAP, CC, CSTS, ControllerConfig};
 use blkyard_nvme::{
-    ControllerQueueReply, ControllerRequest, IDENTIFY_BYTES, IdentifyController, IdentifyNamespace, NamespaceTable,
-    NvmLimits, NvmeNamespace, NvmeStatus, Psdt, ServedNamespace, Sqe, admin, cns, feature, io,
+    ControllerOptions, ControllerQueueReply, ControllerRequest, IDENTIFY_BYTES, IdentifyController, IdentifyNamespace,
+    NamespaceTable, NvmLimits, NvmeNamespace, NvmeStatus, Psdt, ServedNamespace, Sqe, admin, cns, feature, io,
 };
 use machine::{MDTS_BYTES, Machine, PAGE, UNMAPPED, info, map_of, namespaces, result};
 
@@ -453,8 +453,11 @@ fn a_disabled_write_cache_flushes_first_and_makes_writes_durable() {
     machine.is_flush_held = true;
     machine.start_admin(set(feature::WRITE_CACHE, 0));
     assert_eq!(machine.admin_completions(), [], "it is flushed first");
+    let number = machine.flushes[0];
+    assert!(machine.controller.awaits_flush(number));
     machine.is_flush_held = false;
     assert_eq!(machine.admin_completions().len(), 1);
+    assert!(!machine.controller.awaits_flush(number));
     machine.io(&mut queue, write).unwrap();
     let mut later = machine.queue_pair(2, 8);
     machine.io(&mut later, write).unwrap();
@@ -468,6 +471,18 @@ fn a_disabled_write_cache_flushes_first_and_makes_writes_durable() {
     machine.run();
     assert_eq!(machine.admin(get(feature::WRITE_CACHE, 0, 0)), Err(INVALID_FIELD), "there is no cache");
     assert_eq!(machine.io(&mut queue, write), Err(INVALID_FIELD), "and no namespace");
+}
+
+#[test]
+fn a_flush_is_obsolete_after_a_reset() {
+    let mut machine = Machine::enabled();
+    machine.is_flush_held = true;
+    machine.start_admin(set(feature::WRITE_CACHE, 0));
+    machine.run();
+    let number = machine.flushes[0];
+    assert!(machine.controller.awaits_flush(number));
+    machine.write32(CC, 0);
+    assert!(!machine.controller.awaits_flush(number));
 }
 
 #[test]
@@ -608,6 +623,36 @@ fn shadow_doorbells_are_set_up_checked_and_lost_with_a_reset() {
     assert_eq!(machine.io(&mut queue, Sqe::new(io::FLUSH, 1)), Ok(0), "by registers again");
 }
 
+#[test]
+fn a_doorbell_write_for_a_head_is_requested_only_without_room() {
+    let mut machine = Machine::enabled();
+    let mut queue = machine.queue_pair(1, 8);
+    let (doorbells, events) = (machine.page(), machine.page());
+    assert_eq!(machine.admin(Sqe::doorbell_buffer(doorbells, events)), Ok(0));
+    let before = machine.load32(events + 12);
+    let sq = queue.sq;
+    let flush = |machine: &mut Machine, number: u64| {
+        let cid = machine.cid();
+        machine.put_words(sq + (number - 1) % 8 * 64, &Sqe::new(io::FLUSH, 1).with_cid(cid).0);
+        machine.store32(doorbells + 8, (number % 8) as u32);
+        machine.run();
+    };
+    for number in 1..=20 {
+        flush(&mut machine, number);
+        assert_eq!(machine.take(&mut queue).len(), 1);
+        machine.store32(doorbells + 12, u32::from(queue.head));
+        assert_eq!(machine.load32(events + 12), before, "completion {number}");
+    }
+    for number in 21..=28 {
+        flush(&mut machine, number);
+    }
+    assert_eq!(machine.load32(events + 12), u32::from(queue.head), "the ring is full");
+    assert_eq!(machine.take(&mut queue).len(), 7);
+    machine.store32(doorbells + 12, u32::from(queue.head));
+    machine.run();
+    assert_eq!(machine.take(&mut queue).len(), 1);
+}
+
 /// Carries out what the admin side asks of queues; each is dropped with its last answer, and what comes later is lost.
 fn obey(machine: &mut Machine) {
     while let Some(ControllerRequest::Queue(cqid, command)) = machine.controller.take_request() {
@@ -714,4 +759,34 @@ fn aborts_are_counted_and_limited() {
     let all = machine.admin_completions();
     let limit: Vec<_> = all.iter().filter(|cqe| result(**cqe) == Err(NvmeStatus::ABORT_LIMIT)).collect();
     assert_eq!((all.len(), limit.len(), limit[0].cid()), (5, 1, cids[4]));
+}
+
+#[test]
+fn shadow_doorbells_are_refused_if_they_are_not_offered() {
+    let mut machine = Machine::with(ControllerOptions { has_shadow: false, ..machine::options() });
+    machine.enable();
+    let identify = IdentifyController::parse(&identify(&mut machine, cns::CONTROLLER, 0).unwrap());
+    assert!(!identify.has_shadow_doorbells());
+    let (doorbells, events) = (machine.page(), machine.page());
+    assert_eq!(machine.admin(Sqe::doorbell_buffer(doorbells, events)), Err(NvmeStatus::INVALID_OPCODE));
+    let effects = machine.admin_read(Sqe::get_log_page(5, u32::MAX, 0, 1024, 0), 4096).unwrap();
+    assert_eq!((effects[usize::from(admin::DOORBELL_BUFFER) * 4], effects[usize::from(admin::ABORT) * 4]), (0, 1));
+}
+
+#[test]
+fn a_queue_that_cannot_be_served_is_refused() {
+    let mut machine = Machine::enabled();
+    let (sq, cq) = (machine.page(), machine.page());
+    machine.refuses_queues = true;
+    assert_eq!(machine.admin(Sqe::create_cq(1, 8, cq, None)), Err(NvmeStatus::INTERNAL));
+    assert_eq!(machine.admin(Sqe::create_sq(1, 8, sq, 1)), Err(NvmeStatus::INVALID_CQ));
+    assert_eq!(machine.admin(Sqe::delete_queue(admin::DELETE_CQ, 1)), Err(NvmeStatus::INVALID_QID));
+    // A submission queue, and a deletion, before the completion queue is known to be served.
+    machine.refuses_queues = false;
+    machine.start_admin(Sqe::create_cq(1, 8, cq, None));
+    machine.start_admin(Sqe::create_sq(1, 8, sq, 1));
+    machine.start_admin(Sqe::delete_queue(admin::DELETE_CQ, 1));
+    let all: Vec<_> = machine.admin_completions().into_iter().map(result).collect();
+    assert_eq!(all, [Err(NvmeStatus::INVALID_CQ), Err(NvmeStatus::INVALID_QID), Ok(0)]);
+    assert_eq!(machine.admin(Sqe::create_sq(1, 8, sq, 1)), Ok(0));
 }

@@ -7,7 +7,9 @@ mod machine;
 use blkyard_mem::CountingAllocator;
 use blkyard_mq::{Bio, Op, Status};
 use blkyard_nvme::registers::CC;
-use blkyard_nvme::{Cqe, NextBio, NvmeStatus, Psdt, SQE_BYTES, Sqe, admin, control, io};
+use blkyard_nvme::{
+    ControllerQueueReply, Cqe, DmaMap, NextBio, NvmeStatus, Psdt, SQE_BYTES, Sqe, admin, control, feature, io,
+};
 use machine::{BASE, Machine, PAGE, RawQueue, map_of, namespaces, result};
 
 #[global_allocator]
@@ -209,7 +211,7 @@ fn interrupts_are_those_that_the_host_asked_for() {
     let mut polled = RawQueue { sqid: 2, cqid: 2, sq, cq, ..with };
     machine.vectors.clear();
     machine.io(&mut polled, Sqe::new(io::FLUSH, 1)).unwrap();
-    assert_eq!(machine.vectors, []);
+    assert_eq!(machine.vectors, [0_u16; 0]);
     machine.io(&mut with, Sqe::new(io::FLUSH, 1)).unwrap();
     assert_eq!(machine.vectors, [1]);
     // A refused command is a completion, too, and so is a conflicting one.
@@ -282,6 +284,37 @@ fn commands_of_several_bios_can_be_aborted_between_them() {
     machine.is_held = false;
     machine.run();
     assert_eq!(cids(&machine.take(&mut queue)), both[..1]);
+}
+
+#[test]
+fn bios_that_their_owner_takes_back_are_aborted() {
+    let mut machine = Machine::enabled();
+    let mut queue = machine.queue_pair(1, 8);
+    machine.is_held = true;
+    let flushes = push_all(&mut machine, &mut queue, &[Sqe::new(io::FLUSH, 1), Sqe::new(io::FLUSH, u32::MAX)]);
+    machine.run();
+    assert_eq!(machine.held.len(), 4, "of one namespace, and of three");
+    let io_queue = machine.queues.get_mut(&1).unwrap();
+    io_queue.abort(1, flushes[0], |_, bios| bios - 1);
+    assert_eq!(
+        io_queue.take_reply(),
+        Some(ControllerQueueReply::AbortDone { sqid: 1, cid: flushes[0], is_aborted: false })
+    );
+    // Two of three are at their devices.
+    io_queue.abort(1, flushes[1], |_, bios| bios - 2);
+    io_queue.abort(1, flushes[1], |_, _| unreachable!("it is aborted already"));
+    assert_eq!(io_queue.take_reply(), None, "both are answered at its end");
+    for status in [Status::Ok, Status::Again, Status::Ok, Status::Ok] {
+        let (_, bio) = machine.held.remove(0);
+        io_queue.end(bio.cookie as u16, status);
+    }
+    assert_eq!(
+        io_queue.take_reply(),
+        Some(ControllerQueueReply::AbortDone { sqid: 1, cid: flushes[1], is_aborted: true })
+    );
+    assert_eq!(io_queue.take_reply(), None);
+    let all: Vec<_> = machine.take(&mut queue).into_iter().map(|cqe| (cqe.cid(), result(cqe))).collect();
+    assert_eq!(all, [(flushes[0], Ok(0)), (flushes[1], Err(NvmeStatus::ABORT_REQUESTED))]);
 }
 
 #[test]
@@ -381,15 +414,143 @@ fn memory_changes_when_no_bio_is_out() {
     assert!(!machine.controller.is_remapping());
     assert_eq!(machine.take(&mut queue).len(), 2);
     assert_eq!(machine.admin(Sqe::abort(9, 9)), Ok(1), "the admin queue goes on");
-    // The host unmaps its rings.
-    machine.controller.set_memory(&blkyard_nvme::DmaMap::default());
+}
+
+/// Use of memory that the host has unmapped.
+fn unmap(machine: &mut Machine) {
+    machine.controller.set_memory(&DmaMap::default());
     machine.run();
-    assert!(machine.status().fatal && machine.queues.is_empty() && !machine.controller.is_remapping());
-    machine.controller.set_memory(&map);
-    machine.write32(CC, 0);
+    assert!(!machine.controller.is_remapping(), "the memory is no longer used");
+}
+
+fn map_again(machine: &mut Machine) {
+    machine.controller.set_memory(&map_of(&machine.region.clone()));
     machine.run();
-    machine.enable();
-    machine.queue_pair(1, 8);
+}
+
+#[test]
+fn rings_continue_when_they_are_mapped_again() {
+    for has_shadow in [false, true] {
+        let mut machine = Machine::enabled();
+        let mut queue = machine.queue_pair(1, 8);
+        let mut other = machine.queue(2, 1, 8);
+        let data = machine.pages(2);
+        let (doorbells, events) = (machine.page(), machine.page());
+        if has_shadow {
+            assert_eq!(machine.admin(Sqe::doorbell_buffer(doorbells, events)), Ok(0));
+        }
+        let ring = |machine: &mut Machine, queue: &RawQueue| {
+            if has_shadow {
+                machine.store32(doorbells + u64::from(queue.sqid) * 8, queue.tail.into());
+            } else {
+                machine.ring_tail(queue.sqid, queue.tail.into());
+            }
+        };
+        let put = |machine: &mut Machine, queue: &mut RawQueue, sqe: Sqe| {
+            let cid = machine.cid();
+            machine.put_words(queue.sq + u64::from(queue.tail) * SQE_BYTES as u64, &sqe.with_cid(cid).0);
+            queue.tail = (queue.tail + 1) % queue.sq_entries;
+            cid
+        };
+        let pair = |machine: &mut Machine, queue: &mut RawQueue, seed: u8| {
+            machine.put(data, &pattern(seed, 512));
+            for opcode in [io::WRITE, io::COMPARE] {
+                let cid = put(machine, queue, blocks(opcode, 1, 8, 1, data));
+                ring(machine, queue);
+                machine.run();
+                let all = take_all(machine, queue, has_shadow.then_some(doorbells));
+                assert_eq!(cids(&all), [cid]);
+                assert!(all[0].status().is_success());
+            }
+        };
+        pair(&mut machine, &mut queue, 1);
+        for round in 0..5 {
+            unmap(&mut machine);
+            assert!(machine.status().ready && !machine.status().fatal, "round {round}");
+            machine.controller.set_namespaces(namespaces());
+            machine.now_ns += 1;
+            machine.run();
+            map_again(&mut machine);
+            pair(&mut machine, &mut queue, 10 + round);
+            (other.cq, other.head) = (queue.cq, queue.head);
+            other.phase = queue.phase;
+            pair(&mut machine, &mut other, 20 + round);
+            (queue.head, queue.phase) = (other.head, other.phase);
+            assert_eq!(machine.admin(Sqe::abort(9, 9)), Ok(1), "the admin queue continues");
+        }
+        // Commands that were announced before are fetched afterwards.
+        let early: Vec<_> = (0..3).map(|at| put(&mut machine, &mut queue, blocks(io::READ, 1, at, 1, data))).collect();
+        ring(&mut machine, &queue);
+        machine.controller.set_memory(&DmaMap::default());
+        machine.run();
+        assert!(machine.held.is_empty() && !machine.status().fatal);
+        map_again(&mut machine);
+        assert_eq!(cids(&take_all(&mut machine, &mut queue, has_shadow.then_some(doorbells))), early);
+    }
+}
+
+/// Takes the completions of a queue, and writes its head to its shadow doorbell, if any.
+fn take_all(machine: &mut Machine, queue: &mut RawQueue, doorbells: Option<u64>) -> Vec<Cqe> {
+    let all = machine.take(queue);
+    if let Some(doorbells) = doorbells {
+        machine.store32(doorbells + u64::from(queue.cqid) * 8 + 4, queue.head.into());
+    }
+    all
+}
+
+#[test]
+fn completions_and_events_wait_until_their_ring_is_mapped() {
+    let mut machine = Machine::enabled();
+    let mut queue = machine.queue_pair(1, 8);
+    let data = machine.pages(2);
+    assert_eq!(machine.admin(Sqe::feature(admin::SET_FEATURES, feature::ASYNC_EVENTS, 1 << 8)), Ok(0));
+    let event = machine.start_admin(Sqe::new(admin::ASYNC_EVENT, 0));
+    // A Compare that waits for another, so that it can be aborted while the rings are not mapped.
+    machine.is_held = true;
+    let compares = push_all(&mut machine, &mut queue, &[blocks(io::COMPARE, 1, 0, 1, data); 2]);
+    machine.run();
+    machine.is_flush_held = true;
+    let flushed = machine.start_admin(Sqe::feature(admin::SET_FEATURES, feature::WRITE_CACHE, 0));
+    let aborted = machine.start_admin(Sqe::abort(1, compares[1]));
+    machine.controller.poll(machine.now_ns);
+    machine.is_held = false;
+    machine.release();
+    unmap(&mut machine);
+    machine.vectors.clear();
+    let before = machine.get(BASE, 64 * PAGE as usize);
+    machine.controller.set_namespaces(blkyard_nvme::NamespaceTable::new(8));
+    machine.is_flush_held = false;
+    machine.run();
+    assert!(!machine.status().fatal && machine.vectors.is_empty());
+    assert!(machine.get(BASE, 64 * PAGE as usize) == before, "unmapped memory was written");
+    map_again(&mut machine);
+    assert_eq!(machine.take(&mut queue).len(), 2);
+    let mut told = cids(&machine.admin_completions());
+    told.sort_unstable();
+    assert_eq!(told, [event, flushed, aborted]);
+    assert!(machine.vectors.contains(&0), "the admin queue interrupts");
+}
+
+#[test]
+fn a_doorbell_of_an_unmapped_ring_is_a_fatal_error() {
+    for sqid in [0, 1] {
+        let mut machine = Machine::enabled();
+        machine.queue_pair(1, 8);
+        unmap(&mut machine);
+        // The head of a completion queue makes the controller access nothing.
+        machine.ring_head(1, 0);
+        machine.run();
+        assert!(!machine.status().fatal);
+        machine.ring_tail(sqid, 1);
+        machine.run();
+        assert!(machine.status().fatal && machine.queues.is_empty(), "queue {sqid}");
+        machine.controller.set_memory(&map_of(&machine.region.clone()));
+        machine.write32(CC, 0);
+        machine.run();
+        machine.enable();
+        let mut queue = machine.queue_pair(1, 8);
+        assert_eq!(machine.io(&mut queue, Sqe::new(io::FLUSH, 1)), Ok(0));
+    }
 }
 
 #[test]

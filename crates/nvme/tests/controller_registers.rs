@@ -180,6 +180,26 @@ fn a_shutdown_stops_queues_and_flushes_before_it_is_complete() {
 }
 
 #[test]
+fn a_shutdown_whose_flush_fails_completes_with_a_fatal_error() {
+    let mut machine = Machine::enabled();
+    machine.queue_pair(1, 8);
+    machine.is_flush_held = true;
+    machine.write32(CC, ControllerConfig { shutdown: 1, ..Machine::config() }.bits());
+    machine.run();
+    assert_eq!((machine.status().shutdown, machine.status().fatal), (1, false));
+    let number = machine.flushes.remove(0);
+    machine.controller.flush_failed(number);
+    machine.run();
+    assert_eq!((machine.status().shutdown, machine.status().fatal), (2, true));
+    machine.is_flush_held = false;
+    machine.write32(CC, 0);
+    machine.run();
+    assert_eq!(machine.read32(CSTS), 0);
+    machine.enable();
+    machine.queue_pair(1, 8);
+}
+
+#[test]
 fn a_reset_may_come_during_a_shutdown_and_the_other_way_round() {
     let mut machine = Machine::enabled();
     let mut queue = machine.queue_pair(1, 8);

@@ -11,7 +11,7 @@ use blkyard_mem::{CountingAllocator, Region, RegionTable, Segment, View};
 use blkyard_mq::{Bio, BioFlags, Driver, HwQueue, HwQueueConfig, Op, Status};
 use blkyard_nvme::{
     DmaMap, DmaRange, IdentifyController, IdentifyNamespace, IoCommand, IoParser, IoQueueCommand, IoQueueReport,
-    LbaFormat, NamespaceFormat, NvmeLoopback, NvmeLoopbackConfig, NvmeStatus, Psdt, Sqe, control, io,
+    LbaFormat, LoopbackBuffers, NamespaceFormat, NvmeLoopback, NvmeLoopbackConfig, NvmeStatus, Psdt, Sqe, control, io,
 };
 use proptest::prelude::*;
 
@@ -49,7 +49,8 @@ fn config(form: Form, entries: u16) -> NvmeLoopbackConfig {
     let blocks = (SECTORS * 512) >> form.block_shift;
     let mut namespace = IdentifyNamespace { blocks, capacity: blocks, ..IdentifyNamespace::default() };
     namespace.set_lba_format(0, LbaFormat { block_shift: form.block_shift, ..LbaFormat::default() });
-    NvmeLoopbackConfig { controller, namespace, entries, list_pages: 5, has_shadow: form.has_shadow }
+    let buffers = LoopbackBuffers::default();
+    NvmeLoopbackConfig { controller, namespace, entries, list_pages: 5, has_shadow: form.has_shadow, buffers }
 }
 
 fn store() -> Arc<Region> {
@@ -307,6 +308,26 @@ fn requests_fail_once_there_is_no_controller() {
     let ended = bench.finish();
     assert_eq!(ended.len(), 20);
     assert!(ended.iter().all(|(_, status)| *status == Status::Offline));
+}
+
+#[test]
+fn a_queue_that_was_given_up_fails_what_is_cancelled_later() {
+    let form = Form { block_shift: 9, sgl: false, has_shadow: false };
+    let mut bench = Bench::new(&config(form, 32), |_: &Bio, _: &RegionTable| Status::Ok);
+    bench.hw.driver_mut().controller.is_running = false;
+    let submit = |bench: &mut Bench<_>, number| {
+        bench.submit(Op::Write, BioFlags::NO_MERGE, number * 8, 8, &[(0, 4096)], number);
+        bench.round();
+    };
+    submit(&mut bench, 0);
+    // It hangs, is given up, and later turns out to be gone.
+    for command in [IoQueueCommand::Fail, IoQueueCommand::Stop, IoQueueCommand::Cancel] {
+        bench.hw.driver_mut().host.command(command);
+    }
+    submit(&mut bench, 1);
+    let ended = bench.finish();
+    assert_eq!(ended.len(), 2);
+    assert!(ended.iter().all(|(_, status)| *status == Status::Offline), "{ended:?}");
 }
 
 #[test]

@@ -71,6 +71,33 @@ fn a_batch_writes_each_doorbell_once() {
 }
 
 #[test]
+fn a_late_head_is_written_for_a_part_of_the_ring_or_for_room() {
+    let memory = Memory::new(17, 0, false);
+    let (mut host, mut controller) = (memory.host().with_late_head(), memory.controller());
+    let head = || memory.registers.load_u32(cq_doorbell(QID, 0), Relaxed);
+    let mut heads = vec![];
+    let mut round = |host: &mut HostQueuePair, count: u16| {
+        (0..count).for_each(|slot| host.push(slot, read(0)));
+        assert!(host.announce());
+        let mut fetched = 0;
+        while let Ok(Some(Fetched { token, .. })) = controller.fetch() {
+            controller.complete(token, NvmeStatus::SUCCESS, 0);
+            fetched += 1;
+        }
+        assert_eq!((fetched, polled(host).len()), (count, count.into()), "all had room");
+        heads.push(head());
+    };
+    (0..9).for_each(|_| round(&mut host, 1));
+    round(&mut host, 3);
+    round(&mut host, 14);
+    // A full ring needs the entry of the completion before.
+    (0..50).for_each(|step| round(&mut host, if step % 2 == 0 { 1 } else { 16 }));
+    assert_eq!(heads[..11], [0, 0, 0, 4, 4, 4, 4, 8, 8, 12, 9]);
+    host.reset();
+    assert!(host.in_flight() == 0 && controller.fault().is_none());
+}
+
+#[test]
 fn shadow_doorbells_spare_the_register_until_it_is_asked_for() {
     let memory = Memory::new(4, 0, true);
     let (mut host, mut controller) = (memory.host(), memory.controller());

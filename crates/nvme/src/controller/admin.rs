@@ -14,7 +14,7 @@ use super::rings::{CompletionRing, SubmissionRing};
 use super::{Controller, ControllerRequest, IoCompletionQueue, IoSubmissionQueue};
 use crate::doorbell::ShadowDoorbells;
 use crate::registers::ControllerConfig;
-use crate::{IDENTIFY_BYTES, NvmeStatus, PAGE, Sqe, admin, cns};
+use crate::{IDENTIFY_BYTES, IdentifyNamespace, NvmeStatus, PAGE, Sqe, admin, cns};
 
 /// Entry sizes required in CC before queues are created, as powers of two.
 const ENTRY_SHIFTS: (u8, u8) = (6, 4);
@@ -32,6 +32,7 @@ pub(super) enum AdminOutcome {
 /// Event that an admin command waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum PendingAdmin {
+    CreateCq(u16),
     DeleteSq(u16),
     DeleteCq(u16),
     Abort {
@@ -61,6 +62,8 @@ impl Controller {
                 if let Some(pair) = &mut self.admin {
                     let cid = pair.detach(token);
                     self.events.add_request(cid);
+                } else {
+                    self.events.add_request(token);
                 }
             }
             Err(status) => {
@@ -75,6 +78,11 @@ impl Controller {
     }
 
     fn dispatch(&mut self, sqe: &Sqe) -> AdminResult {
+        if !self.options.admin_opcodes().any(|opcode| opcode == sqe.opcode()) {
+            // This includes Format NVM and namespace management: disks are made and erased by the daemon's operator,
+            // and identify data (OACS) says so.
+            return refuse(NvmeStatus::INVALID_OPCODE);
+        }
         match sqe.opcode() {
             admin::CREATE_CQ => self.create_cq(sqe),
             admin::CREATE_SQ => self.create_sq(sqe),
@@ -92,8 +100,6 @@ impl Controller {
                 Ok(AdminOutcome::Done(0))
             }
             admin::DOORBELL_BUFFER => self.doorbell_buffer(sqe),
-            // This includes Format NVM and namespace management: disks are made and erased by the daemon's operator,
-            // and identify data (OACS) says so.
             _ => refuse(NvmeStatus::INVALID_OPCODE),
         }
     }
@@ -139,10 +145,12 @@ impl Controller {
             Arc::clone(&self.namespaces),
             Arc::clone(&shared),
         );
-        self.cqs[usize::from(qid)] = Some(IoCompletionQueue { shared, is_deleting: false });
+        let range = (sqe.data()[0], CompletionRing::bytes(entries));
+        self.cqs[usize::from(qid)] =
+            Some(IoCompletionQueue { ring: range, shared, is_creating: true, is_deleting: false });
         self.features.queue_created();
         self.requests.push_back(ControllerRequest::Create(Box::new(queue)));
-        Ok(AdminOutcome::Done(0))
+        Ok(AdminOutcome::Pending(PendingAdmin::CreateCq(qid)))
     }
 
     fn create_sq(&mut self, sqe: &Sqe) -> AdminResult {
@@ -154,14 +162,15 @@ impl Controller {
         if cqid == 0 || cqid > granted_cqs {
             return refuse(NvmeStatus::INVALID_QID);
         }
-        if self.cqs[usize::from(cqid)].as_ref().is_none_or(|queue| queue.is_deleting) {
+        if self.cqs[usize::from(cqid)].as_ref().is_none_or(|queue| queue.is_creating || queue.is_deleting) {
             return refuse(NvmeStatus::INVALID_CQ);
         }
         let shift = ControllerConfig::from_bits(self.cc).sq_entry_shift;
         let entries = self.check_ring(sqe, shift, ENTRY_SHIFTS.0)?;
         let ring = SubmissionRing::map(qid, sqe.data()[0], entries, self.memory.map(), &self.doorbells);
         let ring = ring.ok_or(NvmeStatus::DATA_TRANSFER_ERROR.with_dnr())?;
-        self.sqs[usize::from(qid)] = Some(IoSubmissionQueue { cqid, is_deleting: false });
+        let range = (sqe.data()[0], SubmissionRing::bytes(entries));
+        self.sqs[usize::from(qid)] = Some(IoSubmissionQueue { ring: range, cqid, is_deleting: false });
         self.ask(cqid, ControllerQueueCommand::AddSubmissionQueue(NewSubmissionQueue(ring)));
         Ok(AdminOutcome::Done(0))
     }
@@ -177,7 +186,9 @@ impl Controller {
 
     fn delete_cq(&mut self, qid: u16) -> AdminResult {
         let queue = self.cqs.get_mut(usize::from(qid)).and_then(Option::as_mut);
-        let Some(queue) = queue.filter(|queue| !queue.is_deleting) else { return refuse(NvmeStatus::INVALID_QID) };
+        let Some(queue) = queue.filter(|queue| !queue.is_creating && !queue.is_deleting) else {
+            return refuse(NvmeStatus::INVALID_QID);
+        };
         if self.sqs.iter().flatten().any(|sq| sq.cqid == qid) {
             return refuse(NvmeStatus::INVALID_QUEUE_DELETION);
         }
@@ -194,12 +205,18 @@ impl Controller {
         }
         if sqid == 0 {
             // Commands of the admin queue are complete or wait for other commands; only event requests can be aborted.
-            let is_aborted = self.events.has_request(cid)
-                && self.admin.as_mut().is_some_and(|pair| pair.complete_detached(cid, NvmeStatus::ABORT_REQUESTED, 0));
-            if is_aborted {
-                self.events.remove_request(cid);
+            let request = self.capsules.as_ref().map_or(Some(cid), |capsules| capsules.slot_of(cid));
+            let request = request.filter(|request| self.events.has_request(*request));
+            let is_aborted =
+                request.is_some_and(|request| self.complete_event(request, NvmeStatus::ABORT_REQUESTED, 0));
+            if let Some(request) = request.filter(|_| is_aborted) {
+                self.events.remove_request(request);
             }
             return Ok(AdminOutcome::Done(u64::from(!is_aborted)));
+        }
+        if self.capsules.is_some() {
+            // Not aborted: nearly all commands of an I/O queue are with the device, which cannot cancel them.
+            return Ok(AdminOutcome::Done(1));
         }
         match self.sqs.get(usize::from(sqid)).and_then(Option::as_ref) {
             Some(queue) => {
@@ -215,6 +232,9 @@ impl Controller {
     fn identify(&mut self, sqe: &Sqe) -> AdminResult {
         capabilities::check_command_set(sqe)?;
         let (what, nsid) = (sqe.dword(10) as u8, sqe.nsid());
+        if self.options.is_discovery() && what != cns::CONTROLLER {
+            return refuse(NvmeStatus::INVALID_FIELD);
+        }
         let mut bytes = [0; IDENTIFY_BYTES];
         let invalid = NvmeStatus::INVALID_NAMESPACE;
         let is_valid = (1..=self.namespaces.identifiers()).contains(&nsid);
@@ -223,7 +243,9 @@ impl Controller {
             cns::NAMESPACE | cns::CSI_NAMESPACE | cns::INDEPENDENT_NAMESPACE if !is_valid => return refuse(invalid),
             cns::NAMESPACE => {
                 if let Ok(namespace) = self.namespaces.find(nsid) {
-                    namespace.identify().write(&mut bytes);
+                    // A subsystem over fabrics has a controller for each association.
+                    let sharing = u8::from(self.capsules.is_some());
+                    IdentifyNamespace { sharing, ..namespace.identify() }.write(&mut bytes);
                 }
             }
             // Zeros: no protection information, no zones.
@@ -256,7 +278,7 @@ impl Controller {
         let bytes = (u64::from(dword10 >> 16 | (dword11 & 0xffff) << 16) + 1) * 4;
         let offset = u64::from(sqe.dword(12)) | u64::from(sqe.dword(13)) << 32;
         let queues = self.cqs.iter().flatten().map(|queue| &queue.shared);
-        let Some(page) = self.logs.page(id, queues, &self.namespaces) else {
+        let Some(page) = self.logs.page(id, queues, &self.namespaces, &self.options) else {
             return refuse(NvmeStatus::INVALID_LOG_PAGE);
         };
         // Logs are those of the controller (LPA bit 0); offsets are in bytes.
@@ -355,10 +377,14 @@ impl Controller {
 
     /// Transfers data to the host.
     fn send(&mut self, sqe: &Sqe, bytes: &[u8]) -> AdminResult {
+        if let Some(capsules) = &mut self.capsules {
+            capsules.send(bytes)?;
+            return Ok(AdminOutcome::Done(0));
+        }
         self.walk(sqe, bytes.len())?;
         let mut rest = bytes;
         for segment in &self.segments {
-            let Some(span) = self.memory.table().resolve(*segment) else {
+            let Some(span) = self.memory.table().resolve_region(*segment) else {
                 return refuse(NvmeStatus::DATA_TRANSFER_ERROR);
             };
             let (now, later) = rest.split_at(span.len());
@@ -370,10 +396,13 @@ impl Controller {
 
     /// Transfers data from the host.
     fn receive(&mut self, sqe: &Sqe, bytes: &mut [u8]) -> Result<(), NvmeStatus> {
+        if let Some(capsules) = &self.capsules {
+            return capsules.receive(bytes);
+        }
         self.walk(sqe, bytes.len())?;
         let mut rest = bytes;
         for segment in &self.segments {
-            let Some(span) = self.memory.table().resolve(*segment) else {
+            let Some(span) = self.memory.table().resolve_region(*segment) else {
                 return refuse(NvmeStatus::DATA_TRANSFER_ERROR);
             };
             let (now, later) = rest.split_at_mut(span.len());

@@ -1,10 +1,12 @@
 //! Capabilities of a controller: its options, the capability registers, and its identify data.
 
+use std::sync::Arc;
+
 use super::NamespaceTable;
 use super::events::REQUESTS_MAX;
 use super::logs::ERRORS_MAX;
-use crate::registers::Capabilities;
-use crate::{IDENTIFY_BYTES, IdentifyController, NvmeStatus, PAGE, Sqe, admin, cns};
+use crate::registers::{self, Capabilities};
+use crate::{DiscoveryLog, IDENTIFY_BYTES, IdentifyController, NvmeStatus, PAGE, SQE_BYTES, Sqe, admin, cns};
 
 /// Version 2.0.
 pub(crate) const VERSION: u32 = 2 << 16;
@@ -21,8 +23,8 @@ pub(crate) const ONCS_DSM: u16 = 1 << 2;
 /// ONCS: Write Zeroes.
 pub(crate) const ONCS_WRITE_ZEROES: u16 = 1 << 3;
 
-/// All admin commands.
-pub(crate) const ADMIN_COMMANDS: [u8; 12] = [
+/// All admin commands, of which Doorbell Buffer Config is optional.
+const ADMIN_COMMANDS: [u8; 12] = [
     admin::DELETE_SQ,
     admin::CREATE_SQ,
     admin::GET_LOG_PAGE,
@@ -40,6 +42,8 @@ pub(crate) const ADMIN_COMMANDS: [u8; 12] = [
 /// Options of a controller.
 #[derive(Clone, Debug)]
 pub struct ControllerOptions {
+    /// PCI vendor id, and subsystem vendor id; zero for a controller without a PCI function.
+    pub vendor: u16,
     /// Serial number, ASCII.
     pub serial: String,
     /// Model number, ASCII.
@@ -60,11 +64,27 @@ pub struct ControllerOptions {
     pub vectors: u16,
     /// Maximum transfer, bytes: a page times a power of two.
     pub transfer_bytes: u32,
+    /// Distance of doorbells: 4 bytes shifted by this (CAP.DSTRD). All doorbells fit a page.
+    pub doorbell_stride: u8,
+    /// Whether hosts can set up shadow doorbells (Doorbell Buffer Config).
+    pub has_shadow: bool,
+    /// Unset for a controller with queues in memory.
+    pub fabrics: Option<FabricsOptions>,
+}
+
+/// Options of a controller whose queues are connections.
+#[derive(Clone, Debug, Default)]
+pub struct FabricsOptions {
+    /// Maximum in-capsule data of an I/O command, bytes.
+    pub in_capsule: u32,
+    /// The log of a discovery controller; unset for an I/O controller.
+    pub discovery: Option<Arc<DiscoveryLog>>,
 }
 
 impl Default for ControllerOptions {
     fn default() -> ControllerOptions {
         ControllerOptions {
+            vendor: 0,
             serial: String::new(),
             model: "blkyard".to_owned(),
             firmware: env!("CARGO_PKG_VERSION").to_owned(),
@@ -75,6 +95,9 @@ impl Default for ControllerOptions {
             depth: 128,
             vectors: 17,
             transfer_bytes: 128 << 10,
+            doorbell_stride: 0,
+            has_shadow: true,
+            fabrics: None,
         }
     }
 }
@@ -85,6 +108,16 @@ impl ControllerOptions {
     /// Upper bound of the maximum transfer, bytes.
     pub const TRANSFER_BYTES_MAX: u32 = 4 << 20;
 
+    /// The greatest doorbell stride, up to a cache line for each doorbell, with which those of this number of I/O
+    /// queues and of the admin queue fit a page: the shadow doorbells do, and hosts such as SPDK map a single page.
+    ///
+    /// A polled doorbell in the line of others moves with each write of one of them.
+    pub fn widest_stride(io_queues: u16) -> u8 {
+        const LINE_STRIDE: u8 = 4;
+        let fits = |stride: &u8| registers::sq_doorbell(io_queues + 1, *stride) <= PAGE as usize;
+        (0..=LINE_STRIDE).rev().find(fits).unwrap_or(0)
+    }
+
     /// # Panics
     /// If a number is out of range; options come from the caller.
     pub(crate) fn check(&self) {
@@ -92,6 +125,8 @@ impl ControllerOptions {
         assert!(
             (1..=ControllerOptions::IO_QUEUES_MAX).contains(&self.io_queues)
                 && (2..=1 << 15).contains(&self.queue_entries)
+                && self.doorbell_stride < 16
+                && registers::sq_doorbell(self.io_queues + 1, self.doorbell_stride) <= PAGE as usize
                 && self.depth > 0
                 && self.vectors > 0
                 && self.transfer_bytes <= ControllerOptions::TRANSFER_BYTES_MAX
@@ -100,6 +135,27 @@ impl ControllerOptions {
                 && pages > 1,
             "{self:?}"
         );
+    }
+
+    /// Opcodes of the supported admin commands, without fabrics commands.
+    pub(crate) fn admin_opcodes(&self) -> impl Iterator<Item = u8> {
+        let (has_rings, has_shadow, is_discovery) = (self.fabrics.is_none(), self.has_shadow, self.is_discovery());
+        ADMIN_COMMANDS.into_iter().filter(move |opcode| match *opcode {
+            admin::CREATE_CQ | admin::CREATE_SQ | admin::DELETE_CQ | admin::DELETE_SQ => has_rings,
+            admin::DOORBELL_BUFFER => has_rings && has_shadow,
+            admin::ABORT => !is_discovery,
+            _ => true,
+        })
+    }
+
+    /// Whether it is a discovery controller.
+    pub(crate) fn is_discovery(&self) -> bool {
+        self.discovery().is_some()
+    }
+
+    /// The log of a discovery controller.
+    pub(crate) fn discovery(&self) -> Option<&Arc<DiscoveryLog>> {
+        self.fabrics.as_ref()?.discovery.as_ref()
     }
 
     /// CAP.
@@ -113,6 +169,7 @@ impl ControllerOptions {
             command_sets: 1,
             // Ready with media.
             ready_modes: 1,
+            doorbell_stride: self.doorbell_stride,
             ..Capabilities::default()
         }
     }
@@ -122,7 +179,9 @@ impl ControllerOptions {
         let namespaces = table.identifiers();
         let has_cache = table.iter().any(|namespace| namespace.has_cache);
         let pages = u64::from(self.transfer_bytes) / PAGE;
-        IdentifyController {
+        let data = IdentifyController {
+            vendor: self.vendor,
+            subsystem_vendor: self.vendor,
             serial: padded(&self.serial),
             model: padded(&self.model),
             firmware: padded(&self.firmware),
@@ -135,7 +194,7 @@ impl ControllerOptions {
             // An I/O controller.
             controller_type: 1,
             // Doorbell Buffer Config.
-            admin_commands: 1 << 8,
+            admin_commands: u16::from(self.has_shadow) << 8,
             // A shutdown waits for the device as a reset does. Unset, it would be at the host's discretion, and Linux
             // gives it 5 s.
             shutdown_us: u32::from(READY_500MS) * 500_000,
@@ -158,6 +217,33 @@ impl ControllerOptions {
             // SGLs, in dwords.
             sgl: 2,
             ..IdentifyController::default()
+        };
+        self.identify_fabrics(data)
+    }
+
+    /// The same, as a controller over fabrics is.
+    fn identify_fabrics(&self, data: IdentifyController) -> IdentifyController {
+        let Some(FabricsOptions { in_capsule, discovery }) = &self.fabrics else { return data };
+        let is_discovery = discovery.is_some();
+        IdentifyController {
+            // Several controllers.
+            multipath: 2,
+            // The log of a discovery controller does not change.
+            async_events: if is_discovery { 0 } else { data.async_events },
+            controller_type: if is_discovery { 2 } else { 1 },
+            admin_commands: 0,
+            commands_max: self.queue_entries,
+            namespaces: if is_discovery { 0 } else { data.namespaces },
+            namespaces_max: if is_discovery { 0 } else { data.namespaces_max },
+            // Neither Compare nor Verify.
+            nvm_commands: if is_discovery { 0 } else { data.nvm_commands & !(1 | 1 << 7) },
+            write_cache: if is_discovery { 0 } else { data.write_cache },
+            // In the capsule, and by the transport.
+            sgl: data.sgl | 1 << 20,
+            command_capsule: (SQE_BYTES as u32 + in_capsule) / 16,
+            response_capsule: 1,
+            sgl_descriptors_max: 1,
+            ..data
         }
     }
 }

@@ -2,6 +2,8 @@
 
 use std::collections::VecDeque;
 
+use serde::{Deserialize, Serialize};
+
 use super::logs::lid;
 
 /// Maximum Asynchronous Event Requests.
@@ -12,7 +14,7 @@ pub(crate) const CONFIGURABLE: u32 = 0xff | NAMESPACE_NOTICES;
 const NAMESPACE_NOTICES: u32 = 1 << 8;
 
 /// An event that can be reported to a host.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum ControllerEvent {
     /// A doorbell of a queue that does not exist was written.
     InvalidDoorbellRegister,
@@ -46,7 +48,7 @@ impl ControllerEvent {
 }
 
 /// Events and requests.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct PendingEvents {
     /// Pending events, each once.
     events: VecDeque<ControllerEvent>,
@@ -78,6 +80,11 @@ impl PendingEvents {
     /// Whether a request has this cid.
     pub(crate) fn has_request(&self, cid: u16) -> bool {
         self.requests.contains(&cid)
+    }
+
+    /// The cids of all requests.
+    pub(crate) fn requests(&self) -> impl ExactSizeIterator<Item = u16> {
+        self.requests.iter().copied()
     }
 
     /// Removes an aborted request.

@@ -2,6 +2,8 @@
 //!
 //! No feature can be saved: each has its default after a reset.
 
+use serde::{Deserialize, Serialize};
+
 use super::events::CONFIGURABLE;
 use super::logs::lid;
 use crate::{NvmeStatus, Sqe, feature};
@@ -66,7 +68,7 @@ pub(crate) enum FeatureEffect {
 }
 
 /// The values of all features.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Features {
     arbitration: u32,
     /// Over and under threshold of the composite temperature, K.
@@ -107,6 +109,12 @@ impl Features {
         }
     }
 
+    /// Whether these are features of a controller with this number of queues and vectors.
+    pub(crate) fn are_of(&self, queues_max: u16, vectors: u16) -> bool {
+        let are_queues = self.queues.iter().all(|queues| (1..=queues_max).contains(queues));
+        are_queues && self.queues_max == queues_max && self.vectors.len() == usize::from(vectors)
+    }
+
     /// Maximum submission and completion queues of the host.
     pub(crate) fn queues(&self) -> [u16; 2] {
         self.queues
@@ -115,6 +123,16 @@ impl Features {
     /// An I/O queue was created.
     pub(crate) fn queue_created(&mut self) {
         self.had_queues = true;
+    }
+
+    /// Sets the keep-alive timeout of an association, ms.
+    pub(crate) fn set_keep_alive(&mut self, timeout_ms: u32) {
+        self.keep_alive_ms = timeout_ms;
+    }
+
+    /// Keep-alive timeout, ms; zero if there is none.
+    pub(crate) fn keep_alive_ms(&self) -> u32 {
+        self.keep_alive_ms
     }
 
     /// Keep-alive timeout, ns, if there is one.

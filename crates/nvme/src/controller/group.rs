@@ -5,8 +5,12 @@
 //! has an entry. A submission ring with an invalid doorbell stops alone; a completion ring with an invalid doorbell
 //! stops them all.
 
+use serde::{Deserialize, Serialize};
+
 use super::pair::Fetched;
-use super::rings::{CompletionRing, DoorbellFault, SubmissionRing, TokenTable};
+use super::rings::{
+    CompletionRing, CompletionRingSnapshot, DoorbellFault, SubmissionRing, SubmissionRingSnapshot, TokenTable,
+};
 use crate::doorbell::Doorbells;
 use crate::{DmaMap, NvmeStatus};
 
@@ -31,6 +35,23 @@ struct GroupMember {
     is_fault_told: bool,
 }
 
+/// State of a submission queue of a group. Its commands in flight are apart.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct GroupMemberSnapshot {
+    pub(crate) ring: SubmissionRingSnapshot,
+    pub(crate) is_stopping: bool,
+    is_fault_told: bool,
+}
+
+/// State of a group without its memory and commands.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct QueueGroupSnapshot {
+    pub(crate) cq: CompletionRingSnapshot,
+    pub(crate) members: Vec<Option<GroupMemberSnapshot>>,
+    turn: usize,
+    is_fault_told: bool,
+}
+
 /// A completion queue and its submission queues.
 #[derive(Debug)]
 pub(crate) struct QueueGroup {
@@ -50,6 +71,63 @@ impl QueueGroup {
     pub(crate) fn new(cq: CompletionRing, depth: u16) -> QueueGroup {
         let tokens = TokenTable::new(cq.depth().min(depth));
         QueueGroup { cq, members: Vec::new(), tokens, turn: 0, removing: 0, is_fault_told: false }
+    }
+
+    /// Saves its state.
+    pub(crate) fn snapshot(&self) -> QueueGroupSnapshot {
+        let member = |member: &Option<GroupMember>| {
+            let GroupMember { ring, is_stopping, is_fault_told, .. } = member.as_ref()?;
+            let (is_stopping, is_fault_told) = (*is_stopping, *is_fault_told);
+            Some(GroupMemberSnapshot { ring: ring.snapshot(), is_stopping, is_fault_told })
+        };
+        QueueGroupSnapshot {
+            cq: self.cq.snapshot(),
+            members: self.members.iter().map(member).collect(),
+            turn: self.turn,
+            is_fault_told: self.is_fault_told,
+        }
+    }
+
+    /// A group with saved state and without commands; `None` for an invalid state.
+    pub(crate) fn restore(
+        saved: &QueueGroupSnapshot,
+        (entries_max, depth): (u16, u16),
+        map: &DmaMap,
+        doorbells: &Doorbells,
+    ) -> Option<QueueGroup> {
+        let mut group = QueueGroup::new(CompletionRing::restore(&saved.cq, entries_max, map, doorbells)?, depth);
+        for member in &saved.members {
+            let Some(GroupMemberSnapshot { ring, is_stopping, is_fault_told }) = member else {
+                group.members.push(None);
+                continue;
+            };
+            let (is_stopping, is_fault_told) = (*is_stopping, *is_fault_told);
+            let ring = SubmissionRing::restore(ring, entries_max, map, doorbells)?;
+            group.removing += usize::from(is_stopping);
+            group.members.push(Some(GroupMember { ring, in_flight: 0, is_stopping, is_fault_told }));
+        }
+        (group.turn, group.is_fault_told) = (saved.turn, saved.is_fault_told);
+        Some(group)
+    }
+
+    /// Submission queue of a command in flight.
+    pub(crate) fn sqid(&self, token: u16) -> Option<u16> {
+        let (place, _) = self.tokens.command(token)?;
+        self.members.get(usize::from(place))?.as_ref().map(|member| member.ring.qid())
+    }
+
+    /// Marks a cid of a submission queue as that of a command in flight, and returns its token; `None` if it is in use,
+    /// or if there is no such queue or no free token.
+    pub(crate) fn claim(&mut self, sqid: u16, cid: u16) -> Option<u16> {
+        let is_it = |member: &Option<GroupMember>| member.as_ref().is_some_and(|member| member.ring.qid() == sqid);
+        let place = self.members.iter().position(is_it).filter(|_| self.tokens.has_free())?;
+        let member = self.members[place].as_mut()?;
+        if !member.ring.claim(cid) {
+            return None;
+        }
+        member.in_flight += 1;
+        self.cq.reserve();
+        Some(self.tokens.take(place as u16, cid))
     }
 
     /// Entries of the completion queue.
@@ -73,7 +151,7 @@ impl QueueGroup {
 
     /// Stops fetching from a submission queue; it is removed when its last command is complete.
     pub(crate) fn begin_removal(&mut self, qid: u16) {
-        if let Some(member) = self.members.iter_mut().flatten().find(|member| member.ring.qid == qid) {
+        if let Some(member) = self.members.iter_mut().flatten().find(|member| member.ring.qid() == qid) {
             member.is_stopping = true;
             self.removing += 1;
         }
@@ -88,7 +166,7 @@ impl QueueGroup {
         let is_over = |member: &GroupMember| member.is_stopping && member.in_flight == 0;
         let place = self.members.iter_mut().find(|member| member.as_ref().is_some_and(is_over))?;
         self.removing -= 1;
-        place.take().map(|member| member.ring.qid)
+        place.take().map(|member| member.ring.qid())
     }
 
     /// Fetches the next command of the next submission queue, if there is one, a token is free and its completion has
@@ -135,7 +213,7 @@ impl QueueGroup {
         member.ring.release(cid);
         self.cq.unreserve();
         self.cq.write(cid, &member.ring, status, result);
-        (member.ring.qid, cid)
+        (member.ring.qid(), cid)
     }
 
     /// Whether completions were written since the last call, so that the host must be interrupted.
@@ -146,7 +224,7 @@ impl QueueGroup {
 
     /// The token of a command in flight.
     pub(crate) fn find(&self, sqid: u16, cid: u16) -> Option<u16> {
-        let is_it = |member: &Option<GroupMember>| member.as_ref().is_some_and(|member| member.ring.qid == sqid);
+        let is_it = |member: &Option<GroupMember>| member.as_ref().is_some_and(|member| member.ring.qid() == sqid);
         let place = self.members.iter().position(is_it)?;
         self.tokens.find(place as u16, cid)
     }
@@ -160,7 +238,7 @@ impl QueueGroup {
         self.members.iter_mut().flatten().filter(|member| !member.is_fault_told).find_map(|member| {
             let fault = member.ring.fault()?;
             member.is_fault_told = true;
-            Some((member.ring.qid, fault))
+            Some((member.ring.qid(), fault))
         })
     }
 
@@ -170,20 +248,17 @@ impl QueueGroup {
         for member in self.members.iter_mut().flatten().filter(|member| !member.is_stopping) {
             has_next |= member.ring.listen() == Ok(true);
         }
-        let has_room = self.cq.listen() == Ok(true);
+        // With room, a new head is no reason to wake: the host would write its register after nearly each interrupt.
+        let has_room = self.cq.look_for_room() == Ok(true) || self.cq.listen() == Ok(true);
         has_next && has_room && self.tokens.has_free()
     }
 
-    /// Switches to other doorbells: see [`CompletionRing::rebind`].
-    pub(crate) fn rebind(&mut self, doorbells: &Doorbells, is_new: bool) {
-        self.cq.rebind(doorbells, is_new);
+    /// Continues in this memory of the host, with these doorbells: see [`SubmissionRing::bind`] and
+    /// [`CompletionRing::bind`].
+    pub(crate) fn bind(&mut self, map: &DmaMap, doorbells: &Doorbells, is_new: bool) {
+        self.cq.bind(map, doorbells, is_new);
         for member in self.members.iter_mut().flatten() {
-            member.ring.rebind(doorbells, is_new);
+            member.ring.bind(map, doorbells, is_new);
         }
-    }
-
-    /// Finds all rings in changed memory. Returns whether all are mapped.
-    pub(crate) fn remap(&mut self, map: &DmaMap) -> bool {
-        self.members.iter_mut().flatten().fold(self.cq.remap(map), |mapped, member| member.ring.remap(map) && mapped)
     }
 }

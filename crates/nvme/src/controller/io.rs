@@ -23,8 +23,9 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use blkyard_mem::{RegionTable, Segment};
 use blkyard_mq::{Bio, BioFlags, Op, SECTOR_SHIFT, Status};
+use serde::{Deserialize, Serialize};
 
-use super::group::{FetchOutcome, QueueGroup};
+use super::group::{FetchOutcome, QueueGroup, QueueGroupSnapshot};
 use super::logs::ErrorEntry;
 use super::pair::Fetched;
 use super::rings::{CompletionRing, DoorbellFault, SubmissionRing};
@@ -78,9 +79,12 @@ pub(crate) struct IoShared {
     pub(crate) media_errors: AtomicU64,
 }
 
-fn count(counter: &AtomicU64, by: u64) {
-    // One writer: a plain load and store suffice.
-    counter.store(counter.load(Relaxed).wrapping_add(by), Relaxed);
+impl IoShared {
+    /// Adds to one of its counters.
+    pub(crate) fn count(counter: &AtomicU64, by: u64) {
+        // One writer: a plain load and store suffice.
+        counter.store(counter.load(Relaxed).wrapping_add(by), Relaxed);
+    }
 }
 
 /// A submission queue for the owner of its completion queue.
@@ -96,7 +100,7 @@ pub enum ControllerQueueCommand {
     DeleteSubmissionQueue(u16),
     /// Delete the completion queue, which has no submission queues. The owner drops it after the reply.
     Delete,
-    /// Abort a command, if possible.
+    /// Abort a command, as far as it is not at a device: [`ControllerIoQueue::abort`] without bios to take back.
     Abort {
         /// Submission queue of the command.
         sqid: u16,
@@ -107,7 +111,8 @@ pub enum ControllerQueueCommand {
     SetDoorbells(Doorbells),
     /// The namespaces have changed.
     SetNamespaces(Arc<NamespaceTable>),
-    /// Use the changed memory of the host, once no bio is in flight.
+    /// Use the changed memory of the host, once no bio is in flight. A ring that is not mapped pauses until a later
+    /// change maps it.
     SetMemory(ControllerMemory, Doorbells),
     /// Stop for a reset or shutdown of the controller. The owner drops the queue after the reply.
     Stop,
@@ -116,6 +121,10 @@ pub enum ControllerQueueCommand {
 /// Reply of the owner of an I/O completion queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ControllerQueueReply {
+    /// The completion queue is served.
+    Created,
+    /// The completion queue cannot be served, and was dropped.
+    NotCreated,
     /// A submission queue was deleted.
     SubmissionQueueDeleted(u16),
     /// The completion queue may be dropped.
@@ -131,8 +140,8 @@ pub enum ControllerQueueReply {
     },
     /// The shadow doorbells are in use.
     DoorbellsSet,
-    /// The previous memory is no longer used. False if a ring is not mapped any more: the queue has stopped.
-    MemorySet(bool),
+    /// The previous memory is no longer used.
+    MemorySet,
     /// The memory of the host is no longer written; the queue may be dropped.
     Stopped,
     /// Invalid doorbell value: the submission queue, or zero for the completion queue.
@@ -175,6 +184,17 @@ enum Expansion {
     },
 }
 
+/// State of a stopped I/O completion queue with its submission queues.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct IoQueueSnapshot {
+    pub(crate) cqid: u16,
+    pub(crate) vector: Option<u16>,
+    pub(crate) group: QueueGroupSnapshot,
+    /// The fetched command that is not complete, if any, and its submission queue. It is executed again from its start:
+    /// each command that needs several bios can be repeated while it is not complete.
+    unfinished: Option<(u16, Sqe)>,
+}
+
 /// Result of [`ControllerIoQueue::fetch`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NextBio {
@@ -201,7 +221,10 @@ pub struct ControllerIoQueue {
     commands: Box<[IoCommandState]>,
     bios_out: usize,
     expansion: Option<(u16, Expansion)>,
-    /// A Compare that waits for the previous one.
+    /// The command of the last expansion.
+    expanded: Sqe,
+    /// A fetched command that is to be started: a Compare that waits for the previous one, or the command of a restored
+    /// queue.
     parked: Option<Fetched>,
     /// The Compare in flight, and the host's data.
     compare: Option<u16>,
@@ -221,13 +244,25 @@ impl ControllerIoQueue {
         namespaces: Arc<NamespaceTable>,
         shared: Arc<IoShared>,
     ) -> ControllerIoQueue {
-        let depth = depth.min(ring.depth());
+        ControllerIoQueue::of(cqid, QueueGroup::new(ring, depth), vector, depth, memory, namespaces, shared)
+    }
+
+    fn of(
+        cqid: u16,
+        group: QueueGroup,
+        vector: Option<u16>,
+        depth: u16,
+        memory: ControllerMemory,
+        namespaces: Arc<NamespaceTable>,
+        shared: Arc<IoShared>,
+    ) -> ControllerIoQueue {
+        let depth = depth.min(group.entries() - 1);
         let parser = IoParser::new(u64::from(memory.transfer_bytes));
         let segments = parser.segments_max();
         ControllerIoQueue {
             cqid,
             vector,
-            group: QueueGroup::new(ring, depth),
+            group,
             parser,
             memory,
             next_memory: None,
@@ -236,6 +271,7 @@ impl ControllerIoQueue {
             commands: vec![IoCommandState::default(); usize::from(depth)].into(),
             bios_out: 0,
             expansion: None,
+            expanded: Sqe::default(),
             parked: None,
             compare: None,
             compare_segments: Vec::with_capacity(segments),
@@ -243,6 +279,40 @@ impl ControllerIoQueue {
             replies: VecDeque::with_capacity(FAILURES_MAX),
             failures: 0,
         }
+    }
+
+    /// Saves its state; `None` unless it is stopped with all bios back and all replies taken.
+    pub(super) fn snapshot(&self) -> Option<IoQueueSnapshot> {
+        let started = self.expansion.map(|(token, _)| Fetched { token, sqe: self.expanded });
+        let is_at_rest = self.bios_out == 0
+            && self.next_memory.is_none()
+            && !self.is_stopping
+            && self.compare.is_none()
+            && self.replies.is_empty();
+        let unfinished = match started.or(self.parked) {
+            Some(Fetched { token, sqe }) => Some((self.group.sqid(token)?, sqe)),
+            None => None,
+        };
+        let is_at_rest = is_at_rest && self.in_flight() == usize::from(unfinished.is_some());
+        let (cqid, vector) = (self.cqid, self.vector);
+        is_at_rest.then(|| IoQueueSnapshot { cqid, vector, group: self.group.snapshot(), unfinished })
+    }
+
+    /// A queue with saved state; `None` for an invalid state.
+    pub(super) fn restore(
+        saved: &IoQueueSnapshot,
+        (entries_max, depth): (u16, u16),
+        (memory, doorbells): (ControllerMemory, &Doorbells),
+        namespaces: Arc<NamespaceTable>,
+        shared: Arc<IoShared>,
+    ) -> Option<ControllerIoQueue> {
+        let IoQueueSnapshot { cqid, vector, group, unfinished } = saved;
+        let group = QueueGroup::restore(group, (entries_max, depth), memory.map(), doorbells)?;
+        let mut queue = ControllerIoQueue::of(*cqid, group, *vector, depth, memory, namespaces, shared);
+        if let Some((sqid, sqe)) = unfinished {
+            queue.parked = Some(Fetched { token: queue.group.claim(*sqid, sqe.cid())?, sqe: *sqe });
+        }
+        Some(queue)
     }
 
     /// Identifier of the completion queue.
@@ -351,16 +421,16 @@ impl ControllerIoQueue {
                 self.finish_removals();
             }
             ControllerQueueCommand::Delete => self.replies.push_back(ControllerQueueReply::Deleted),
-            ControllerQueueCommand::Abort { sqid, cid } => self.abort(sqid, cid),
+            ControllerQueueCommand::Abort { sqid, cid } => self.abort(sqid, cid, |_, _| 0),
             ControllerQueueCommand::SetDoorbells(doorbells) => {
-                self.group.rebind(&doorbells, true);
+                self.group.bind(self.memory.map(), &doorbells, true);
                 self.replies.push_back(ControllerQueueReply::DoorbellsSet);
             }
             ControllerQueueCommand::SetNamespaces(namespaces) => self.namespaces = namespaces,
             ControllerQueueCommand::SetMemory(memory, doorbells) => {
                 if self.next_memory.replace((memory, doorbells)).is_some() {
                     // The reply for memory that was never used; the reply for this memory follows.
-                    self.replies.push_back(ControllerQueueReply::MemorySet(true));
+                    self.replies.push_back(ControllerQueueReply::MemorySet);
                 }
                 if self.bios_out == 0 {
                     self.change_memory();
@@ -372,6 +442,36 @@ impl ControllerIoQueue {
                     self.replies.push_back(ControllerQueueReply::Stopped);
                 }
             }
+        }
+    }
+
+    /// Aborts a command as far as it is not at a device, which cannot cancel a request: a Compare that waits for
+    /// another, bios that are not submitted yet, and those that `take_back` takes back. It gets the token and the
+    /// number of its bios in flight, and returns how many of these will return without having reached a device.
+    ///
+    /// An aborted command ends with Command Abort Requested once its other bios are back, followed by
+    /// [`ControllerQueueReply::AbortDone`]. A command of which nothing is aborted continues, and the reply says so.
+    #[cold]
+    pub fn abort(&mut self, sqid: u16, cid: u16, take_back: impl FnOnce(u16, usize) -> usize) {
+        let not_aborted = ControllerQueueReply::AbortDone { sqid, cid, is_aborted: false };
+        let Some(token) = self.group.find(sqid, cid).filter(|_| !self.is_stopping) else {
+            return self.replies.push_back(not_aborted);
+        };
+        let command = &mut self.commands[usize::from(token)];
+        if command.is_aborted {
+            // The reply to the earlier Abort is for both.
+            return;
+        }
+        let is_parked = self.parked.take_if(|parked| parked.token == token).is_some();
+        let is_expanding = self.expansion.take_if(|(expanding, _)| *expanding == token).is_some();
+        command.is_expanding &= !is_expanding;
+        let taken = if command.bios > 0 { take_back(token, command.bios as usize) } else { 0 };
+        if !is_parked && !is_expanding && taken == 0 {
+            return self.replies.push_back(not_aborted);
+        }
+        command.is_aborted = true;
+        if command.bios == 0 {
+            self.finish(token);
         }
     }
 
@@ -423,7 +523,7 @@ impl ControllerIoQueue {
     #[inline]
     fn begin(&mut self, token: u16, sqe: &Sqe, bio: &mut Bio) -> Result<NextBio, NvmeStatus> {
         if sqe.opcode() == io::FLUSH && sqe.nsid() == u32::MAX && sqe.fused() == 0 {
-            return Ok(self.begin_expansion(token, Expansion::FlushAll { next: 0 }));
+            return Ok(self.begin_expansion(token, sqe, Expansion::FlushAll { next: 0 }));
         }
         let ControllerIoQueue { namespaces, parser, memory, .. } = self;
         let &ServedNamespace { ref format, device, .. } = namespaces.find(sqe.nsid())?;
@@ -442,10 +542,10 @@ impl ControllerIoQueue {
                 self.finish(token);
                 Ok(NextBio::Without)
             }
-            IoCommand::Deallocate => Ok(self.begin_expansion(token, Expansion::Deallocate { format, device })),
+            IoCommand::Deallocate => Ok(self.begin_expansion(token, sqe, Expansion::Deallocate { format, device })),
             IoCommand::Verify => {
                 let range = DsmRange { slba: sqe.slba(), blocks: sqe.blocks() };
-                Ok(self.begin_expansion(token, Expansion::Verify { format, device, range }))
+                Ok(self.begin_expansion(token, sqe, Expansion::Verify { format, device, range }))
             }
             IoCommand::Compare if self.compare.is_some() => {
                 self.parked = Some(Fetched { token, sqe: *sqe });
@@ -461,7 +561,8 @@ impl ControllerIoQueue {
         }
     }
 
-    fn begin_expansion(&mut self, token: u16, expansion: Expansion) -> NextBio {
+    fn begin_expansion(&mut self, token: u16, sqe: &Sqe, expansion: Expansion) -> NextBio {
+        self.expanded = *sqe;
         self.commands[usize::from(token)].is_expanding = true;
         self.expansion = Some((token, expansion));
         NextBio::Without
@@ -515,18 +616,18 @@ impl ControllerIoQueue {
         }
         let shared = &self.shared;
         if status == Status::Medium {
-            count(&shared.media_errors, 1);
+            IoShared::count(&shared.media_errors, 1);
         }
         if result.is_success() {
             match opcode {
                 io::READ | io::COMPARE => {
-                    count(&shared.reads, 1);
-                    count(&shared.sectors_read, u64::from(sectors));
+                    IoShared::count(&shared.reads, 1);
+                    IoShared::count(&shared.sectors_read, u64::from(sectors));
                 }
-                io::VERIFY => count(&shared.reads, 1),
+                io::VERIFY => IoShared::count(&shared.reads, 1),
                 io::WRITE => {
-                    count(&shared.writes, 1);
-                    count(&shared.sectors_written, u64::from(sectors));
+                    IoShared::count(&shared.writes, 1);
+                    IoShared::count(&shared.sectors_written, u64::from(sectors));
                 }
                 _ => {}
             }
@@ -569,7 +670,7 @@ impl ControllerIoQueue {
             let mut rest = *segment;
             while rest.len > 0 {
                 let len = rest.len.min(CHUNK as u32);
-                let [one, other] = [own, rest].map(|run| table.resolve(Segment { len, ..run }));
+                let [one, other] = [own, rest].map(|run| table.resolve_region(Segment { len, ..run }));
                 let (Some(one), Some(other)) = (one, other) else {
                     return NvmeStatus::DATA_TRANSFER_ERROR.with_dnr();
                 };
@@ -587,37 +688,11 @@ impl ControllerIoQueue {
         NvmeStatus::SUCCESS
     }
 
-    /// Aborts a command that is not at a device or has bios left to submit. Other commands continue: a device cannot
-    /// cancel a request.
-    fn abort(&mut self, sqid: u16, cid: u16) {
-        let Some(token) = self.group.find(sqid, cid) else {
-            self.replies.push_back(ControllerQueueReply::AbortDone { sqid, cid, is_aborted: false });
-            return;
-        };
-        let command = &mut self.commands[usize::from(token)];
-        if self.parked.as_ref().is_some_and(|parked| parked.token == token) {
-            self.parked = None;
-            command.is_aborted = true;
-        } else if self.expansion.as_ref().is_some_and(|(expanding, _)| *expanding == token) {
-            self.expansion = None;
-            command.is_aborted = true;
-            command.is_expanding = false;
-        } else {
-            self.replies.push_back(ControllerQueueReply::AbortDone { sqid, cid, is_aborted: false });
-            return;
-        }
-        if command.bios == 0 {
-            self.finish(token);
-        }
-    }
-
     fn change_memory(&mut self) {
         let Some((memory, doorbells)) = self.next_memory.take() else { return };
-        let is_mapped = self.group.remap(memory.map());
-        self.group.rebind(&doorbells, false);
+        self.group.bind(memory.map(), &doorbells, false);
         self.memory = memory;
-        self.is_stopping |= !is_mapped;
-        self.replies.push_back(ControllerQueueReply::MemorySet(is_mapped));
+        self.replies.push_back(ControllerQueueReply::MemorySet);
     }
 
     fn take_faults(&mut self) {

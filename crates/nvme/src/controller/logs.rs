@@ -4,9 +4,11 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
+use serde::{Deserialize, Serialize};
+
 use super::io::IoShared;
-use super::{NamespaceTable, capabilities};
-use crate::{NvmeStatus, admin, io};
+use super::{ControllerOptions, NamespaceTable, capabilities};
+use crate::{DISCOVERY_LOG, NvmeStatus, admin, io};
 
 /// Log page identifiers.
 pub(crate) mod lid {
@@ -42,7 +44,7 @@ const KELVIN: u16 = 313;
 const DATA_UNIT: u64 = 1000;
 
 /// An entry of the error log.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ErrorEntry {
     /// Submission queue of the command.
     pub sqid: u16,
@@ -59,7 +61,7 @@ pub struct ErrorEntry {
 }
 
 /// The last failures, and their total number.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct CommandErrorLog {
     /// Latest failure first, with its number.
     entries: VecDeque<(u64, ErrorEntry)>,
@@ -89,7 +91,7 @@ impl CommandErrorLog {
 }
 
 /// Totals of deleted queues for the SMART log.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct IoTotals {
     reads: u64,
     writes: u64,
@@ -120,7 +122,7 @@ pub(crate) struct ControllerLogs {
     /// Totals of deleted queues.
     pub(crate) totals: IoTotals,
     /// Namespaces changed since the page was last read.
-    changed: Vec<u32>,
+    pub(crate) changed: Vec<u32>,
     firmware: [u8; 8],
 }
 
@@ -154,15 +156,17 @@ impl ControllerLogs {
         id: u8,
         queues: impl Iterator<Item = &'a Arc<IoShared>>,
         namespaces: &NamespaceTable,
+        options: &ControllerOptions,
     ) -> Option<Vec<u8>> {
+        if let Some(log) = options.discovery() {
+            return match id {
+                lid::SUPPORTED => Some(supported(&[lid::SUPPORTED, DISCOVERY_LOG])),
+                DISCOVERY_LOG => Some(log.bytes().to_vec()),
+                _ => None,
+            };
+        }
         Some(match id {
-            lid::SUPPORTED => {
-                let mut page = vec![0; 256 * 4];
-                for id in SUPPORTED {
-                    page[usize::from(id) * 4] = 1;
-                }
-                page
-            }
+            lid::SUPPORTED => supported(&SUPPORTED),
             lid::ERROR => self.errors.page(),
             lid::SMART => self.smart(queues),
             lid::FIRMWARE => {
@@ -179,7 +183,7 @@ impl ControllerLogs {
                 }
                 page
             }
-            lid::EFFECTS => effects(capabilities::nvm_commands(namespaces)),
+            lid::EFFECTS => effects(options, capabilities::nvm_commands(namespaces)),
             lid::FEATURE_EFFECTS => {
                 let mut page = vec![0; 256 * 4];
                 for (id, scope) in super::features::SUPPORTED {
@@ -201,7 +205,7 @@ impl ControllerLogs {
     }
 
     fn smart<'a>(&self, queues: impl Iterator<Item = &'a Arc<IoShared>>) -> Vec<u8> {
-        let mut totals = IoTotals { ..self.totals };
+        let mut totals = self.totals.clone();
         queues.for_each(|shared| totals.add(shared));
         let mut page = vec![0; 512];
         page[1..3].copy_from_slice(&KELVIN.to_le_bytes());
@@ -221,15 +225,26 @@ impl ControllerLogs {
     }
 }
 
+/// The page of supported log pages.
+fn supported(pages: &[u8]) -> Vec<u8> {
+    let mut page = vec![0; 256 * 4];
+    for id in pages {
+        page[usize::from(*id) * 4] = 1;
+    }
+    page
+}
+
 /// Supported commands, and their effects: data (bit 1) or capabilities of a controller (bit 3).
-fn effects(nvm_commands: u16) -> Vec<u8> {
+fn effects(options: &ControllerOptions, nvm_commands: u16) -> Vec<u8> {
     const SUPPORTED: u8 = 1;
     const CHANGES_DATA: u8 = 2;
     let mut page = vec![0; 4096];
-    for opcode in capabilities::ADMIN_COMMANDS {
+    for opcode in options.admin_opcodes() {
         page[usize::from(opcode) * 4] = SUPPORTED;
     }
-    for opcode in [io::FLUSH, io::READ, io::COMPARE, io::VERIFY] {
+    let is_fabrics = options.fabrics.is_some();
+    for opcode in [io::FLUSH, io::READ].into_iter().chain([io::COMPARE, io::VERIFY].into_iter().filter(|_| !is_fabrics))
+    {
         page[1024 + usize::from(opcode) * 4] = SUPPORTED;
     }
     for (opcode, bit) in [(io::WRITE_ZEROES, capabilities::ONCS_WRITE_ZEROES), (io::DSM, capabilities::ONCS_DSM)] {

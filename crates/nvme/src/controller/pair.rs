@@ -8,8 +8,11 @@
 //! ([`DoorbellFault`]); a cid that is already in use is refused with its status.
 
 use blkyard_mem::View;
+use serde::{Deserialize, Serialize};
 
-use super::rings::{CompletionRing, DoorbellFault, SubmissionRing, TokenTable};
+use super::rings::{
+    CompletionRing, CompletionRingSnapshot, DoorbellFault, SubmissionRing, SubmissionRingSnapshot, TokenTable,
+};
 use crate::doorbell::Doorbells;
 use crate::{DmaMap, NvmeStatus, Sqe};
 
@@ -35,6 +38,13 @@ pub struct Fetched {
     pub sqe: Sqe,
 }
 
+/// State of a queue pair without its memory and commands.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct QueuePairSnapshot {
+    sq: SubmissionRingSnapshot,
+    cq: CompletionRingSnapshot,
+}
+
 /// A queue pair, controller side.
 #[derive(Debug)]
 pub struct ControllerQueuePair {
@@ -49,22 +59,64 @@ impl ControllerQueuePair {
     /// # Panics
     /// If the memory is too short; the host's values are checked before.
     pub fn new(qid: u16, rings: ControllerRings, doorbells: &Doorbells) -> ControllerQueuePair {
-        let sq = SubmissionRing::new(qid, rings.sq, rings.sq_entries, doorbells);
-        let cq = CompletionRing::new(qid, rings.cq, rings.cq_entries, doorbells);
+        let sq = SubmissionRing::new(qid, (0, rings.sq), rings.sq_entries, doorbells);
+        let cq = CompletionRing::new(qid, (0, rings.cq), rings.cq_entries, doorbells);
+        ControllerQueuePair::of(sq, cq)
+    }
+
+    /// An empty queue pair, which can [continue](ControllerQueuePair::bind) in changed memory.
+    pub(crate) fn of(sq: SubmissionRing, cq: CompletionRing) -> ControllerQueuePair {
         let tokens = TokenTable::new(cq.depth());
         ControllerQueuePair { sq, cq, tokens }
     }
 
-    /// The same with the host's addresses of the rings, so they can be found in changed memory.
-    pub(crate) fn at(mut self, sq: u64, cq: u64) -> ControllerQueuePair {
-        self.sq.addr = sq;
-        self.cq.addr = cq;
-        self
+    /// Saves its state.
+    pub(crate) fn snapshot(&self) -> QueuePairSnapshot {
+        QueuePairSnapshot { sq: self.sq.snapshot(), cq: self.cq.snapshot() }
     }
 
-    /// Finds the rings in changed memory. Returns whether both are mapped.
-    pub(crate) fn remap(&mut self, map: &DmaMap) -> bool {
-        self.sq.remap(map) & self.cq.remap(map)
+    /// The admin queue pair with saved state; `None` for an invalid state.
+    pub(crate) fn restore_admin(
+        saved: &QueuePairSnapshot,
+        entries_max: u16,
+        map: &DmaMap,
+        doorbells: &Doorbells,
+    ) -> Option<ControllerQueuePair> {
+        if saved.sq.qid != 0 || saved.cq.qid != 0 {
+            return None;
+        }
+        let cq = CompletionRing::restore(&saved.cq, entries_max, map, doorbells)?;
+        Some(ControllerQueuePair::of(SubmissionRing::restore(&saved.sq, entries_max, map, doorbells)?, cq))
+    }
+
+    /// The cid of a command in flight.
+    pub(crate) fn cid(&self, token: u16) -> Option<u16> {
+        self.tokens.command(token).map(|(_, cid)| cid)
+    }
+
+    /// Marks a cid as that of a command in flight, and returns its token; `None` if it is in use or no token is free.
+    pub(crate) fn claim(&mut self, cid: u16) -> Option<u16> {
+        if !self.tokens.has_free() || !self.sq.claim(cid) {
+            return None;
+        }
+        self.cq.reserve();
+        Some(self.tokens.take(0, cid))
+    }
+
+    /// Marks a cid as that of a detached command. Returns whether it was free.
+    pub(crate) fn claim_detached(&mut self, cid: u16) -> bool {
+        self.sq.claim(cid)
+    }
+
+    /// Continues in this memory of the host: see [`SubmissionRing::bind`] and [`CompletionRing::bind`].
+    pub(crate) fn bind(&mut self, map: &DmaMap, doorbells: &Doorbells) {
+        self.sq.bind(map, doorbells, false);
+        self.cq.bind(map, doorbells, false);
+    }
+
+    /// Whether both rings are mapped.
+    pub(crate) fn is_mapped(&self) -> bool {
+        self.sq.is_mapped() && self.cq.is_mapped()
     }
 
     /// Number of commands in flight.
@@ -146,8 +198,9 @@ impl ControllerQueuePair {
     /// # Errors
     /// As for [`ControllerQueuePair::fetch`].
     pub fn arm(&mut self) -> Result<bool, DoorbellFault> {
-        // Both rings are armed, even if the first has work.
-        let (has_next, has_room) = (self.sq.listen(), self.cq.listen());
-        Ok(has_next? & has_room?)
+        // Both rings are armed, even if the first has work. With room, a new head is no reason to wake: the host
+        // would write its register after nearly each interrupt.
+        let (has_next, has_room) = (self.sq.listen(), self.cq.look_for_room()? || self.cq.listen()?);
+        Ok(has_next? & has_room)
     }
 }

@@ -27,7 +27,7 @@ pub enum RegisterFault {
 }
 
 /// AQA, ASQ and ACQ, which survive a reset.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, serde::Serialize, serde::Deserialize)]
 pub(super) struct QueueAddresses {
     pub(super) attributes: u32,
     pub(super) sq: u64,
@@ -140,8 +140,11 @@ impl Controller {
     fn write_doorbell(&mut self, at: usize, value: u32) -> Option<u16> {
         // A controller that is not enabled has no queues.
         self.admin.as_ref()?;
-        let (number, is_head) = ((at / 8) as u16, at % 8 == 4);
-        let cqid = if number == 0 {
+        let step = 4 << self.options.doorbell_stride;
+        let (number, is_head) = ((at / (2 * step)) as u16, at / step % 2 == 1);
+        let cqid = if !at.is_multiple_of(step) {
+            None
+        } else if number == 0 {
             Some(0)
         } else if is_head {
             self.cqs.get(usize::from(number)).and_then(Option::as_ref).map(|_| number)
@@ -150,6 +153,11 @@ impl Controller {
         };
         if cqid.is_none() {
             self.events.push(ControllerEvent::InvalidDoorbellRegister, self.features.async_events);
+            return None;
+        }
+        if !is_head && !self.is_mapped(number) {
+            // The controller is to fetch from memory, or with doorbells, that it cannot access.
+            self.fail();
             return None;
         }
         self.registers.store_u32(at, value, std::sync::atomic::Ordering::Release);

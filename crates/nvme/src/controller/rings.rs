@@ -7,12 +7,13 @@
 use std::sync::atomic::Ordering::{Relaxed, Release};
 
 use blkyard_mem::View;
+use serde::{Deserialize, Serialize};
 
 use crate::doorbell::{Doorbell, Doorbells};
 use crate::{CQE_BYTES, Cqe, DmaMap, NvmeStatus, SQE_BYTES, Sqe};
 
 /// An invalid doorbell value.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 pub enum DoorbellFault {
     /// The tail is no index of the submission ring.
     #[error("submission queue tail {0} is outside the ring")]
@@ -22,38 +23,159 @@ pub enum DoorbellFault {
     Head(u32),
 }
 
+/// The memory that a ring shares with the host: its entries and its doorbell. A host may unmap it at any time. It is
+/// not accessed then, and the ring continues once its addresses are mapped again.
+#[derive(Debug)]
+struct HostRingMemory {
+    qid: u16,
+    /// Host address and bytes of the entries.
+    addr: u64,
+    bytes: usize,
+    /// The entries; unset while they or the shadow doorbells are not mapped.
+    entries: Option<View>,
+    doorbell: Doorbell,
+    /// Finds the doorbell of a queue.
+    find: fn(&Doorbells, u16) -> Doorbell,
+}
+
+impl HostRingMemory {
+    /// Memory that is found at `addr` again when the host has changed its memory. The doorbell register is zeroed.
+    fn new(
+        qid: u16,
+        (addr, entries): (u64, View),
+        bytes: usize,
+        find: fn(&Doorbells, u16) -> Doorbell,
+        doorbells: &Doorbells,
+    ) -> HostRingMemory {
+        assert!(bytes > 0 && entries.len() >= bytes, "a ring of {bytes} bytes in {}", entries.len());
+        let doorbell = find(doorbells, qid);
+        doorbell.clear_register();
+        HostRingMemory { qid, addr, bytes, entries: Some(entries), doorbell, find }
+    }
+
+    /// Memory of a ring with saved indexes. The doorbell register is unchanged.
+    fn restore(
+        qid: u16,
+        (addr, bytes): (u64, usize),
+        find: fn(&Doorbells, u16) -> Doorbell,
+        map: &DmaMap,
+        doorbells: &Doorbells,
+    ) -> HostRingMemory {
+        let mut memory = HostRingMemory { qid, addr, bytes, entries: None, doorbell: find(doorbells, qid), find };
+        memory.bind(map, doorbells, false);
+        memory
+    }
+
+    /// Finds the entries in this memory of the host, and switches to these doorbells. New shadow doorbells start with
+    /// the present index.
+    fn bind(&mut self, map: &DmaMap, doorbells: &Doorbells, is_new: bool) {
+        let index = is_new.then(|| self.doorbell.read());
+        self.doorbell = (self.find)(doorbells, self.qid);
+        if let Some(index) = index {
+            self.doorbell.start_shadow(index);
+        }
+        self.entries = map.view(self.addr, self.bytes).filter(|_| doorbells.are_mapped(self.qid));
+    }
+
+    #[inline]
+    fn is_mapped(&self) -> bool {
+        self.entries.is_some()
+    }
+}
+
+/// State of a submission ring without its memory. The cids in use are those of its commands.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct SubmissionRingSnapshot {
+    pub(crate) qid: u16,
+    pub(crate) addr: u64,
+    pub(crate) entries: u16,
+    head: u16,
+    fault: Option<DoorbellFault>,
+}
+
 /// A submission ring, controller side.
 #[derive(Debug)]
 pub(crate) struct SubmissionRing {
-    pub(crate) qid: u16,
-    /// Host address of the ring.
-    pub(crate) addr: u64,
-    view: View,
+    memory: HostRingMemory,
     entries: u16,
     head: u16,
     /// Tail as last read.
     tail: u16,
-    doorbell: Doorbell,
     /// One bit for each cid in use.
     used_cids: Box<[u64]>,
     fault: Option<DoorbellFault>,
 }
 
 impl SubmissionRing {
-    /// An empty ring of at least 2 entries. Its doorbell register is zeroed.
+    /// An empty ring of at least 2 entries at a host address. Its doorbell register is zeroed.
     ///
     /// # Panics
     /// If the memory is too short; the host's values are checked before.
-    pub(crate) fn new(qid: u16, view: View, entries: u16, doorbells: &Doorbells) -> SubmissionRing {
-        let len = view.len();
-        assert!(
-            entries >= 2 && len >= usize::from(entries) * SQE_BYTES,
-            "a submission queue of {entries} entries in {len} bytes"
-        );
-        let doorbell = doorbells.sq_tail(qid);
-        doorbell.clear_register();
+    pub(crate) fn new(qid: u16, at: (u64, View), entries: u16, doorbells: &Doorbells) -> SubmissionRing {
+        assert!(entries >= 2, "a submission queue of {entries} entries");
+        let memory = HostRingMemory::new(qid, at, SubmissionRing::bytes(entries), Doorbells::sq_tail, doorbells);
         let used_cids = vec![0; (1 << 16) / 64].into();
-        SubmissionRing { qid, addr: 0, view, entries, head: 0, tail: 0, doorbell, used_cids, fault: None }
+        SubmissionRing { memory, entries, head: 0, tail: 0, used_cids, fault: None }
+    }
+
+    /// A ring at this address in the memory of the host; `None` if it is not mapped contiguously.
+    pub(crate) fn map(
+        qid: u16,
+        addr: u64,
+        entries: u16,
+        map: &DmaMap,
+        doorbells: &Doorbells,
+    ) -> Option<SubmissionRing> {
+        let view = map.view(addr, SubmissionRing::bytes(entries)).filter(|_| doorbells.are_mapped(qid))?;
+        Some(SubmissionRing::new(qid, (addr, view), entries, doorbells))
+    }
+
+    /// Saves its state.
+    pub(crate) fn snapshot(&self) -> SubmissionRingSnapshot {
+        let SubmissionRing { memory: HostRingMemory { qid, addr, .. }, entries, head, fault, .. } = self;
+        SubmissionRingSnapshot { qid: *qid, addr: *addr, entries: *entries, head: *head, fault: *fault }
+    }
+
+    /// A ring with saved state and without cids in use; `None` for an invalid state.
+    pub(crate) fn restore(
+        saved: &SubmissionRingSnapshot,
+        entries_max: u16,
+        map: &DmaMap,
+        doorbells: &Doorbells,
+    ) -> Option<SubmissionRing> {
+        let &SubmissionRingSnapshot { qid, addr, entries, head, fault } = saved;
+        if entries < 2 || entries > entries_max || head >= entries {
+            return None;
+        }
+        let range = (addr, SubmissionRing::bytes(entries));
+        let memory = HostRingMemory::restore(qid, range, Doorbells::sq_tail, map, doorbells);
+        let used_cids = vec![0; (1 << 16) / 64].into();
+        Some(SubmissionRing { memory, entries, head, tail: head, used_cids, fault })
+    }
+
+    /// Bytes of a ring.
+    pub(crate) const fn bytes(entries: u16) -> usize {
+        entries as usize * SQE_BYTES
+    }
+
+    /// Continues in this memory of the host, with these doorbells. While the ring is not mapped, it has no command.
+    pub(crate) fn bind(&mut self, map: &DmaMap, doorbells: &Doorbells, is_new: bool) {
+        self.memory.bind(map, doorbells, is_new);
+        if !self.memory.is_mapped() {
+            // The tail is read again once the ring is mapped.
+            self.tail = self.head;
+        }
+    }
+
+    /// Identifier of the queue.
+    #[inline]
+    pub(crate) fn qid(&self) -> u16 {
+        self.memory.qid
+    }
+
+    /// Whether its memory is mapped.
+    pub(crate) fn is_mapped(&self) -> bool {
+        self.memory.is_mapped()
     }
 
     /// Fault that has stopped the ring, if any.
@@ -67,7 +189,10 @@ impl SubmissionRing {
         if self.head != self.tail {
             return Ok(true);
         }
-        let tail = self.doorbell.read();
+        if !self.memory.is_mapped() {
+            return Ok(false);
+        }
+        let tail = self.memory.doorbell.read();
         self.set_tail(tail)?;
         Ok(self.head != self.tail)
     }
@@ -75,10 +200,11 @@ impl SubmissionRing {
     /// Takes a copy of the next command, which must be available.
     #[inline]
     pub(crate) fn take(&mut self) -> Sqe {
+        let Some(view) = &self.memory.entries else { unreachable!("a ring that is not mapped has no command") };
         let at = usize::from(self.head) * SQE_BYTES;
         let mut sqe = Sqe::default();
         for (number, words) in sqe.0.as_chunks_mut().0.iter_mut().enumerate() {
-            *words = self.view.load_u64s(at + number * 16, Relaxed);
+            *words = view.load_u64s(at + number * 16, Relaxed);
         }
         self.head = next(self.head, self.entries);
         sqe
@@ -101,38 +227,12 @@ impl SubmissionRing {
 
     /// Requests a write of the register once the tail advances. Returns whether a command is already available.
     pub(crate) fn listen(&mut self) -> Result<bool, DoorbellFault> {
-        let tail = self.doorbell.listen(self.tail);
+        if !self.memory.is_mapped() {
+            return Ok(false);
+        }
+        let tail = self.memory.doorbell.listen(self.tail);
         self.set_tail(tail)?;
         Ok(self.head != self.tail)
-    }
-
-    /// A ring at this address in the memory of the host; `None` if it is not mapped contiguously.
-    pub(crate) fn map(
-        qid: u16,
-        addr: u64,
-        entries: u16,
-        map: &DmaMap,
-        doorbells: &Doorbells,
-    ) -> Option<SubmissionRing> {
-        let view = map.view(addr, usize::from(entries) * SQE_BYTES)?;
-        Some(SubmissionRing { addr, ..SubmissionRing::new(qid, view, entries, doorbells) })
-    }
-
-    /// Finds the ring in changed memory. Returns whether it is mapped.
-    pub(crate) fn remap(&mut self, map: &DmaMap) -> bool {
-        let view = map.view(self.addr, usize::from(self.entries) * SQE_BYTES);
-        let is_mapped = view.is_some();
-        self.view = view.unwrap_or_else(|| self.view.clone());
-        is_mapped
-    }
-
-    /// Switches to other doorbells; new shadow doorbells start with the index of the register.
-    pub(crate) fn rebind(&mut self, doorbells: &Doorbells, is_new: bool) {
-        let now = self.doorbell.read();
-        self.doorbell = doorbells.sq_tail(self.qid);
-        if is_new {
-            self.doorbell.start_shadow(now);
-        }
     }
 
     #[inline]
@@ -156,52 +256,128 @@ impl SubmissionRing {
     }
 }
 
+/// State of a completion ring without its memory. Entries are reserved for its commands in flight.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct CompletionRingSnapshot {
+    pub(crate) qid: u16,
+    pub(crate) addr: u64,
+    pub(crate) entries: u16,
+    tail: u16,
+    head: u16,
+    phase: bool,
+    held: Vec<(usize, [u64; 2])>,
+    is_posted: bool,
+    fault: Option<DoorbellFault>,
+}
+
 /// A completion ring, controller side.
 #[derive(Debug)]
 pub(crate) struct CompletionRing {
-    qid: u16,
-    /// Host address of the ring.
-    pub(crate) addr: u64,
-    view: View,
+    memory: HostRingMemory,
     entries: u16,
     tail: u16,
     /// Head as last read.
     head: u16,
     phase: bool,
-    doorbell: Doorbell,
     /// Entries reserved for commands in flight.
     owed: u16,
+    /// Offsets and contents of entries to be written once the ring is mapped again.
+    held: Vec<(usize, [u64; 2])>,
     /// Whether entries were written since the last [`CompletionRing::take_posted`].
     is_posted: bool,
     fault: Option<DoorbellFault>,
 }
 
 impl CompletionRing {
-    /// An empty ring of at least 2 entries. Its doorbell register is zeroed.
+    /// An empty ring of at least 2 entries at a host address. Its doorbell register is zeroed.
     ///
     /// # Panics
     /// If the memory is too short; the host's values are checked before.
-    pub(crate) fn new(qid: u16, view: View, entries: u16, doorbells: &Doorbells) -> CompletionRing {
-        let len = view.len();
-        assert!(
-            entries >= 2 && len >= usize::from(entries) * CQE_BYTES,
-            "a completion queue of {entries} entries in {len} bytes"
-        );
-        let doorbell = doorbells.cq_head(qid);
-        doorbell.clear_register();
+    pub(crate) fn new(qid: u16, at: (u64, View), entries: u16, doorbells: &Doorbells) -> CompletionRing {
+        assert!(entries >= 2, "a completion queue of {entries} entries");
+        let memory = HostRingMemory::new(qid, at, CompletionRing::bytes(entries), Doorbells::cq_head, doorbells);
         CompletionRing {
-            qid,
-            addr: 0,
-            view,
+            memory,
             entries,
             tail: 0,
             head: 0,
             phase: true,
-            doorbell,
             owed: 0,
+            held: Vec::new(),
             is_posted: false,
             fault: None,
         }
+    }
+
+    /// A ring at this address in the memory of the host; `None` if it is not mapped contiguously.
+    pub(crate) fn map(
+        qid: u16,
+        addr: u64,
+        entries: u16,
+        map: &DmaMap,
+        doorbells: &Doorbells,
+    ) -> Option<CompletionRing> {
+        let view = map.view(addr, CompletionRing::bytes(entries)).filter(|_| doorbells.are_mapped(qid))?;
+        Some(CompletionRing::new(qid, (addr, view), entries, doorbells))
+    }
+
+    /// Saves its state.
+    pub(crate) fn snapshot(&self) -> CompletionRingSnapshot {
+        CompletionRingSnapshot {
+            qid: self.memory.qid,
+            addr: self.memory.addr,
+            entries: self.entries,
+            tail: self.tail,
+            head: self.head,
+            phase: self.phase,
+            held: self.held.clone(),
+            is_posted: self.is_posted,
+            fault: self.fault,
+        }
+    }
+
+    /// A ring with saved state and without reserved entries; `None` for an invalid state.
+    pub(crate) fn restore(
+        saved: &CompletionRingSnapshot,
+        entries_max: u16,
+        map: &DmaMap,
+        doorbells: &Doorbells,
+    ) -> Option<CompletionRing> {
+        let &CompletionRingSnapshot { qid, addr, entries, tail, head, phase, ref held, is_posted, fault } = saved;
+        let bytes = CompletionRing::bytes(entries);
+        let is_entry = |(at, _): &(usize, _)| *at < bytes && at.is_multiple_of(CQE_BYTES);
+        let are_indexes = tail < entries && head < entries;
+        let are_held = held.len() < usize::from(entries) && held.iter().all(is_entry);
+        if entries < 2 || entries > entries_max || !are_indexes || !are_held {
+            return None;
+        }
+        let memory = HostRingMemory::restore(qid, (addr, bytes), Doorbells::cq_head, map, doorbells);
+        let held = held.clone();
+        let mut ring = CompletionRing { memory, entries, tail, head, phase, owed: 0, held, is_posted, fault };
+        ring.bind(map, doorbells, false);
+        Some(ring)
+    }
+
+    /// Bytes of a ring.
+    pub(crate) const fn bytes(entries: u16) -> usize {
+        entries as usize * CQE_BYTES
+    }
+
+    /// Continues in this memory of the host, with these doorbells. While the ring is not mapped, it has no room;
+    /// completions of earlier commands are written afterwards.
+    pub(crate) fn bind(&mut self, map: &DmaMap, doorbells: &Doorbells, is_new: bool) {
+        self.memory.bind(map, doorbells, is_new);
+        if let Some(view) = &self.memory.entries {
+            for (at, cqe) in self.held.drain(..) {
+                view.store_u64s(at, cqe, Release);
+                self.is_posted = true;
+            }
+        }
+    }
+
+    /// Whether its memory is mapped.
+    pub(crate) fn is_mapped(&self) -> bool {
+        self.memory.is_mapped()
     }
 
     /// Maximum commands in flight: one entry always stays free.
@@ -222,8 +398,11 @@ impl CompletionRing {
 
     /// Reads the head; returns whether an entry is free now.
     #[cold]
-    fn look_for_room(&mut self) -> Result<bool, DoorbellFault> {
-        let head = self.doorbell.read();
+    pub(crate) fn look_for_room(&mut self) -> Result<bool, DoorbellFault> {
+        if !self.memory.is_mapped() {
+            return Ok(false);
+        }
+        let head = self.memory.doorbell.read();
         self.set_head(head)?;
         Ok(self.is_roomy())
     }
@@ -231,7 +410,7 @@ impl CompletionRing {
     #[inline]
     fn is_roomy(&self) -> bool {
         let unread = distance(self.head, self.tail, self.entries);
-        self.fault.is_none() && unread + self.owed < self.entries - 1
+        self.fault.is_none() && self.memory.is_mapped() && unread + self.owed < self.entries - 1
     }
 
     /// Reserves a free entry.
@@ -246,15 +425,23 @@ impl CompletionRing {
         self.owed -= 1;
     }
 
-    /// Writes a completion into a free entry.
+    /// Writes a completion into a free entry, or holds it back until the ring is mapped.
     #[inline]
     pub(crate) fn write(&mut self, cid: u16, sq: &SubmissionRing, status: NvmeStatus, result: u64) {
-        let cqe = Cqe::new(cid, sq.qid, sq.head, status, result, self.phase);
-        // The second word is written last, since it has the phase bit.
-        self.view.store_u64s(usize::from(self.tail) * CQE_BYTES, cqe.0, Release);
+        let cqe = Cqe::new(cid, sq.qid(), sq.head, status, result, self.phase);
+        let at = usize::from(self.tail) * CQE_BYTES;
         self.tail = next(self.tail, self.entries);
         self.phase ^= self.tail == 0;
+        let Some(view) = &self.memory.entries else { return self.hold(at, cqe) };
+        // The second word is written last, since it has the phase bit.
+        view.store_u64s(at, cqe.0, Release);
         self.is_posted = true;
+    }
+
+    /// Each has its reserved entry, so there are never more than entries.
+    #[cold]
+    fn hold(&mut self, at: usize, cqe: Cqe) {
+        self.held.push((at, cqe.0));
     }
 
     /// Whether entries were written since the last call, so that the host must be interrupted.
@@ -265,38 +452,12 @@ impl CompletionRing {
 
     /// Requests a write of the register once the head moves. Returns whether an entry is free.
     pub(crate) fn listen(&mut self) -> Result<bool, DoorbellFault> {
-        let head = self.doorbell.listen(self.head);
+        if !self.memory.is_mapped() {
+            return Ok(false);
+        }
+        let head = self.memory.doorbell.listen(self.head);
         self.set_head(head)?;
         Ok(self.is_roomy())
-    }
-
-    /// A ring at this address in the memory of the host; `None` if it is not mapped contiguously.
-    pub(crate) fn map(
-        qid: u16,
-        addr: u64,
-        entries: u16,
-        map: &DmaMap,
-        doorbells: &Doorbells,
-    ) -> Option<CompletionRing> {
-        let view = map.view(addr, usize::from(entries) * CQE_BYTES)?;
-        Some(CompletionRing { addr, ..CompletionRing::new(qid, view, entries, doorbells) })
-    }
-
-    /// Finds the ring in changed memory. Returns whether it is mapped.
-    pub(crate) fn remap(&mut self, map: &DmaMap) -> bool {
-        let view = map.view(self.addr, usize::from(self.entries) * CQE_BYTES);
-        let is_mapped = view.is_some();
-        self.view = view.unwrap_or_else(|| self.view.clone());
-        is_mapped
-    }
-
-    /// Switches to other doorbells; new shadow doorbells start with the index of the register.
-    pub(crate) fn rebind(&mut self, doorbells: &Doorbells, is_new: bool) {
-        let now = self.doorbell.read();
-        self.doorbell = doorbells.cq_head(self.qid);
-        if is_new {
-            self.doorbell.start_shadow(now);
-        }
     }
 
     #[inline]
@@ -360,6 +521,11 @@ impl TokenTable {
         let Some(command) = self.out[usize::from(token)].take() else { panic!("token {token} is not out") };
         self.free.push(token);
         command
+    }
+
+    /// Index of the submission queue and cid of a command in flight.
+    pub(crate) fn command(&self, token: u16) -> Option<(u16, u16)> {
+        self.out.get(usize::from(token)).copied().flatten()
     }
 
     /// The token of a command.

@@ -1,7 +1,8 @@
-//! The admin queue, host side: commands with a purpose, a page of data each, and a deadline each.
+//! The admin queue, host side: commands with a purpose, data and a deadline each.
 //!
 //! The ring has 32 entries, one of which always stays free. Slots 0 to 29 are for commands; slot 31 is for the
-//! Asynchronous Event Request, which has no deadline. Each command may use the data page of its slot.
+//! Asynchronous Event Request, which has no deadline. Each command may use the data page of its slot, or a buffer of
+//! its own, which is held until the command has ended.
 //!
 //! Owned by the controller's owner, which decides about late commands and resets.
 
@@ -11,7 +12,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use blkyard_mem::View;
 
 use crate::host::memory::SharedBlock;
-use crate::host::{AdminRings, ControllerTransport, HostQueuePair, NvmeHostError, QueueRings};
+use crate::host::{AdminRings, ControllerTransport, HostQueuePair, NvmeHostError, QueueRings, TransferBuffer};
 use crate::registers::{DOORBELLS, cq_doorbell, sq_doorbell};
 use crate::{Doorbells, IDENTIFY_BYTES, NvmeStatus, PAGE, Psdt, ShadowDoorbells, Sqe, admin};
 
@@ -31,15 +32,17 @@ const SHADOW_PAGE: usize = 2;
 const DATA_PAGE: usize = 4;
 const PAGES: usize = DATA_PAGE + ADMIN_SLOTS as usize;
 
-/// Data of an admin command, at most a page.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Data of an admin command.
+#[derive(Clone, Copy, Debug)]
 pub enum AdminData<'a> {
     /// No data.
     None,
-    /// From the controller to the host.
+    /// At most a page, from the controller to the host.
     Read,
-    /// From the host to the controller; bytes beyond a page are cut off.
+    /// At most a page, from the host to the controller; bytes beyond it are cut off.
     Write(&'a [u8]),
+    /// Any amount in either direction, up to the controller's maximum.
+    Buffer(&'a Arc<TransferBuffer>),
 }
 
 /// A completed or cancelled command.
@@ -56,6 +59,9 @@ pub(crate) struct AdminCompleted<P> {
 struct AdminCommand<P> {
     purpose: P,
     deadline_ns: u64,
+    is_aborted: bool,
+    /// Held until the command has ended.
+    _buffer: Option<Arc<TransferBuffer>>,
 }
 
 /// The admin queue. `P` is the purpose of a command.
@@ -144,16 +150,18 @@ impl<P> AdminQueue<P> {
     /// Sends a command, with the data page of its slot if it has data. Returns the purpose if all slots are in use.
     pub(crate) fn submit(&mut self, sqe: Sqe, data: AdminData<'_>, purpose: P, deadline_ns: u64) -> Result<u16, P> {
         let Some(slot) = self.free.pop() else { return Err(purpose) };
-        let sqe = match data {
-            AdminData::None => sqe,
-            _ => sqe.with_data(Psdt::Prp, [self.data_addr(slot), 0]),
+        let (sqe, buffer) = match data {
+            AdminData::None => (sqe, None),
+            AdminData::Buffer(buffer) => (buffer.describe(sqe), Some(Arc::clone(buffer))),
+            AdminData::Read | AdminData::Write(_) => (sqe.with_data(Psdt::Prp, [self.data_addr(slot), 0]), None),
         };
         if let (AdminData::Write(bytes), Some(span)) = (data, self.page(slot).span(0, PAGE_BYTES)) {
             let len = bytes.len().min(PAGE_BYTES);
             span.fill(0);
             span.part(0, len).copy_from_slice(&bytes[..len]);
         }
-        self.commands[usize::from(slot)] = Some(AdminCommand { purpose, deadline_ns });
+        self.commands[usize::from(slot)] =
+            Some(AdminCommand { purpose, deadline_ns, is_aborted: false, _buffer: buffer });
         self.pair.push(slot, sqe);
         Ok(slot)
     }
@@ -212,6 +220,18 @@ impl<P> AdminQueue<P> {
     /// A command that has exceeded its deadline.
     pub(crate) fn late(&self, now_ns: u64) -> Option<&P> {
         self.commands.iter().flatten().find(|command| command.deadline_ns <= now_ns).map(|command| &command.purpose)
+    }
+
+    /// Extends the deadline of a late command, once. Returns its identifier, for an Abort.
+    pub(crate) fn grant_time(&mut self, now_ns: u64, deadline_ns: u64) -> Option<u16> {
+        let mut commands = self.commands.iter_mut().enumerate();
+        let (slot, command) =
+            commands.find_map(|(slot, command)| Some((slot, command.as_mut().filter(|c| c.deadline_ns <= now_ns)?)))?;
+        if command.is_aborted {
+            return None;
+        }
+        (command.is_aborted, command.deadline_ns) = (true, deadline_ns);
+        self.pair.cid(slot as u16)
     }
 
     /// Cancels all commands of a silent controller, and empties the rings.

@@ -1,7 +1,10 @@
 //! Disables a controller and proves that it is silent: that it will not access the memory of its queues any more.
 //!
-//! It is silent when CSTS.RDY reads zero after CC.EN was cleared, after a reset of the whole device, or when it is gone
-//! and its transport knows that it cannot return. Until then, memory known to the controller must not be reused.
+//! It is silent when its orderly shutdown is complete (CSTS.SHST), when CSTS.RDY reads zero after CC.EN was cleared,
+//! after a reset of the whole device, or when it is gone and its transport knows that it cannot return. Until then,
+//! memory known to the controller must not be reused.
+//!
+//! A shutdown leaves CC.EN set: clearing it resets the controller, which may then write its media again.
 
 use crate::host::enable::{capabilities, timeout_ns};
 use crate::host::{ControllerTransport, DeviceGone, HostStep, NvmeHostError};
@@ -17,6 +20,8 @@ const SHUTDOWN_COMPLETE: u8 = 2;
 /// Proof that a controller is silent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Silence {
+    /// An orderly shutdown is complete. The controller processes nothing before it is reset.
+    ShutDown,
     /// CSTS.RDY is zero, or the device was reset.
     Disabled,
     /// The controller is gone.
@@ -35,15 +40,15 @@ enum DisableState {
 /// The disable sequence.
 #[derive(Debug)]
 pub struct Disable {
-    /// Time limit of an orderly shutdown before, ns.
+    /// Time limit of an orderly shutdown, ns; unset for none.
     shutdown_ns: Option<u64>,
     state: DisableState,
     was_reset: bool,
 }
 
 impl Disable {
-    /// A sequence that clears CC.EN, after an orderly shutdown with this time limit, ns; a longer shutdown is cut
-    /// short.
+    /// A sequence that clears CC.EN or, with a time limit in ns, shuts the controller down. If the shutdown takes
+    /// longer, CC.EN is cleared as well.
     pub fn new(shutdown_ns: Option<u64>) -> Disable {
         Disable { shutdown_ns, state: DisableState::Start, was_reset: false }
     }
@@ -102,10 +107,13 @@ impl Disable {
                 }
                 DisableState::Shutdown { until_ns } => {
                     let status = transport.status()?;
-                    if status.shutdown != SHUTDOWN_COMPLETE && now_ns < until_ns {
+                    if status.shutdown == SHUTDOWN_COMPLETE {
+                        self.state = DisableState::Done(Silence::ShutDown);
+                    } else if now_ns < until_ns {
                         return Ok(poll_at(now_ns, until_ns));
+                    } else {
+                        self.state = DisableState::Clear;
                     }
-                    self.state = DisableState::Clear;
                 }
                 DisableState::Clear => {
                     let timeout_ns = timeout_ns(capabilities(transport)?);

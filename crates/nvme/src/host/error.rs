@@ -55,6 +55,19 @@ pub enum NvmeHostError {
     /// The memory of the queues cannot be allocated or mapped.
     #[error("NVMe controller: memory for its queues cannot be mapped; check limits on shared and locked memory")]
     Memory,
+    /// A command of the user has more data than the controller transfers at once.
+    #[error("NVMe controller: {bytes} bytes of data; a command transfers 1 to {max} bytes")]
+    Transfer {
+        /// Bytes of the command.
+        bytes: u64,
+        /// The controller's maximum.
+        max: u64,
+    },
+    /// A queue did not answer during a reset.
+    #[error(
+        "NVMe controller: a queue was not run during a reset; run all queues that are open, or close those not in use"
+    )]
+    Queues,
     /// The user has removed it.
     #[error("NVMe controller: is being removed; open it again")]
     Removed,

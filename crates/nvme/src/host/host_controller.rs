@@ -323,7 +323,8 @@ impl<T: ControllerTransport> HostController<T> {
     }
 
     /// Sends an admin command of the user, identified by a number. It ends with [`HostEvent::Completed`], also if the
-    /// controller is reset meanwhile. A late command causes a reset.
+    /// controller is reset meanwhile. A late command is aborted; if it does not end then either, the controller is
+    /// reset.
     ///
     /// # Errors
     /// All slots are in use, or the controller is not live: returns the number.
@@ -335,7 +336,7 @@ impl<T: ControllerTransport> HostController<T> {
         timeout_ns: u64,
         now_ns: u64,
     ) -> Result<(), u64> {
-        let purpose = AdminPurpose::User { user, is_read: data == AdminData::Read };
+        let purpose = AdminPurpose::User { user, is_read: matches!(data, AdminData::Read) };
         let is_live = self.state == ControllerState::Live;
         let is_sent = is_live && self.submit(sqe, data, purpose, now_ns.saturating_add(timeout_ns));
         is_sent.then_some(()).ok_or(user)
@@ -429,6 +430,9 @@ impl<T: ControllerTransport> HostController<T> {
             return;
         }
         let Some(purpose) = self.admin.as_ref().and_then(|admin| admin.late(now_ns)).copied() else { return };
+        if matches!(purpose, AdminPurpose::User { .. }) && self.abort_late_admin(now_ns) {
+            return;
+        }
         // Until the controller is disabled, the admin queue returns no more completions in any case.
         self.is_mute = true;
         match self.state {

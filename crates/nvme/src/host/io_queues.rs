@@ -78,13 +78,20 @@ impl IoQueueSlot {
         &mut self,
         transport: &T,
         doorbells: &Doorbells,
+        has_interrupt: bool,
         namespaces: Box<[NvmeNamespace]>,
         delays: RetryDelays,
     ) -> Option<IoQueue> {
         let lists: ListPool = self.layout.lists(&self.block, self.block.addr(transport)?);
-        let pair = HostQueuePair::new(self.qid, self.layout.rings(&self.block), doorbells, Arc::default());
-        (self.is_taken, self.run) = (true, QueueRun::Running);
+        let pair = self.take_pair(doorbells);
+        let pair = if has_interrupt { pair } else { pair.with_late_head() };
         Some(IoQueue::new(pair, lists, namespaces, delays))
+    }
+
+    /// Hands the rings of a new queue over to its owner. From then on it runs.
+    pub(crate) fn take_pair(&mut self, doorbells: &Doorbells) -> HostQueuePair {
+        (self.is_taken, self.run) = (true, QueueRun::Running);
+        HostQueuePair::new(self.qid, self.layout.rings(&self.block), doorbells, Arc::default())
     }
 }
 
@@ -109,10 +116,11 @@ impl<T: ControllerTransport> HostController<T> {
         if self.state != ControllerState::Live || self.namespaces.is_empty() {
             return None;
         }
-        let doorbells = self.doorbells.as_ref()?;
+        let (doorbells, vectors, counts) = (self.doorbells.as_ref()?, self.transport.vectors(), self.counts?);
         let queue = self.queues.iter_mut().find(|queue| queue.is_created() && !queue.is_taken)?;
         let namespaces = self.namespaces.iter().map(|scanned| scanned.namespace).collect();
-        queue.hand_over(&self.transport, doorbells, namespaces, RetryDelays::new(&self.identify))
+        let has_interrupt = vector(queue.qid - 1, vectors, counts).is_some();
+        queue.hand_over(&self.transport, doorbells, has_interrupt, namespaces, RetryDelays::new(&self.identify))
     }
 
     /// Allocates memory for an I/O queue, unless it has some.
@@ -177,11 +185,12 @@ impl<T: ControllerTransport> HostController<T> {
         }
     }
 
-    /// The controller is silent: stopped queues cancel their requests in flight.
+    /// The controller is silent: stopped queues cancel their requests in flight, and those that have not answered do
+    /// when they stop.
     pub(crate) fn cancel_queues(&mut self) {
         for queue in &mut self.queues {
             (queue.has_cq, queue.has_sq, queue.forwarded) = (false, false, [0; 2]);
-            if queue.run == QueueRun::Stopped {
+            if matches!(queue.run, QueueRun::Stopped | QueueRun::Stopping) {
                 queue.run = QueueRun::Cancelling;
                 self.events.push_back(HostEvent::Queue(queue.qid, IoQueueCommand::Cancel));
             }
@@ -203,18 +212,22 @@ impl<T: ControllerTransport> HostController<T> {
     /// Writes the doorbell registers of an I/O queue that have changed, for a transport that does not share them. Its
     /// owner has this done when the queue says that a register was written. Nothing is written for a queue that the
     /// controller does not have.
+    ///
+    /// With shadow doorbells few indexes come here, and a tail may be the same as the last one that did, a ring later:
+    /// then the controller waits for it. It is always written, with the value of the shadow doorbell.
     pub fn forward_doorbells(&mut self, qid: u16, now_ns: u64) {
-        let HostController { transport, registers, capabilities, queues, .. } = self;
+        let HostController { transport, registers, doorbells, capabilities, queues, .. } = self;
         let queue = usize::from(qid).checked_sub(1).and_then(|number| queues.get_mut(number));
         let (Some(queue), Some(registers), None) = (queue, registers, transport.doorbells()) else { return };
         if !queue.is_created() {
             return;
         }
         let stride = capabilities.doorbell_stride;
-        let places = [sq_doorbell(qid, stride), cq_doorbell(qid, stride)];
-        for (at, forwarded) in places.into_iter().zip(&mut queue.forwarded) {
-            let index = registers.load_u32(at, Acquire);
-            if std::mem::replace(forwarded, index) == index {
+        let shadow = doorbells.as_ref().and_then(Doorbells::shadow);
+        let places = [(sq_doorbell(qid, stride), shadow.is_some()), (cq_doorbell(qid, stride), false)];
+        for ((at, is_forced), forwarded) in places.into_iter().zip(&mut queue.forwarded) {
+            let index = shadow.map_or(&*registers, |shadow| &shadow.doorbells).load_u32(at, Acquire);
+            if std::mem::replace(forwarded, index) == index && !is_forced {
                 continue;
             }
             if let Err(gone) = transport.write32(DOORBELLS + at, index) {

@@ -8,6 +8,9 @@
 //! it is not used: commands in flight bound both rings, and a controller whose parts complete in parallel may report an
 //! older head after a newer one.
 //!
+//! The completion queue head doorbell of a queue without interrupts is written once per several completions, since each
+//! write moves a cache line, and with shadow doorbells waits for it.
+//!
 //! Never resets: the controller's owner cancels commands in flight once the device is proven silent.
 
 use std::sync::Arc;
@@ -21,7 +24,8 @@ use crate::{CQE_BYTES, Cqe, NvmeStatus, SQE_BYTES, Sqe};
 
 /// Bits of a cid for the slot; the others are the sequence.
 const SLOT_BITS: u32 = 12;
-const SLOT_MASK: u16 = (1 << SLOT_BITS) - 1;
+/// Bits of a cid for the slot.
+pub(crate) const SLOT_MASK: u16 = (1 << SLOT_BITS) - 1;
 /// Position of the phase bit in the second word of a completion.
 const PHASE_BIT: u64 = 1 << 48;
 
@@ -155,6 +159,11 @@ pub struct HostQueuePair {
     announced_tail: u16,
     announced: u64,
     cq_head: u16,
+    /// The last head that the doorbell was written with, and the completions since then.
+    acknowledged_head: u16,
+    unacknowledged: u16,
+    /// Completions for a write of the head doorbell.
+    acknowledge_at: u16,
     /// Phase bit of a new completion, in its position.
     phase: u64,
     sq_doorbell: Doorbell,
@@ -196,6 +205,9 @@ impl HostQueuePair {
             announced_tail: 0,
             announced: 0,
             cq_head: 0,
+            acknowledged_head: 0,
+            unacknowledged: 0,
+            acknowledge_at: 1,
             phase: PHASE_BIT,
             sq_doorbell,
             cq_doorbell,
@@ -208,6 +220,14 @@ impl HostQueuePair {
         queue
     }
 
+    /// Writes the completion queue head doorbell only after a part of the ring, or when the controller may need room.
+    /// For queues without interrupts: a controller may merge these by the head.
+    #[must_use]
+    pub fn with_late_head(mut self) -> HostQueuePair {
+        self.acknowledge_at = (self.rings.entries / 4).max(1);
+        self
+    }
+
     /// Empties both rings before the controller creates the queues again. Identifiers of earlier commands stay invalid.
     ///
     /// # Panics
@@ -218,11 +238,17 @@ impl HostQueuePair {
             self.rings.cq.store_u64s(entry * CQE_BYTES, [0, 0], Relaxed);
         }
         (self.sq_tail, self.announced_tail, self.cq_head) = (0, 0, 0);
+        (self.acknowledged_head, self.unacknowledged) = (0, 0);
         self.announced = self.submissions;
         self.phase = PHASE_BIT;
         self.is_cancelled = false;
         self.sq_doorbell.clear_shadow();
         self.cq_doorbell.clear_shadow();
+    }
+
+    pub(crate) fn prefer_node(&self, node: u32) {
+        self.rings.sq.prefer_node(node);
+        self.rings.cq.prefer_node(node);
     }
 
     /// Maximum commands in flight; slots of I/O queues are below it. One entry of a ring always stays free, so neither
@@ -279,9 +305,21 @@ impl HostQueuePair {
         if self.announced == self.submissions {
             return false;
         }
+        // The controller fetches a command only if its completion has an entry.
+        let is_short = self.unacknowledged + self.in_flight > self.depth();
+        let is_head_rung = is_short && self.acknowledge();
         let old = std::mem::replace(&mut self.announced_tail, self.sq_tail);
         self.announced = self.submissions;
-        self.sq_doorbell.ring(old, self.sq_tail)
+        self.sq_doorbell.ring(old, self.sq_tail) | is_head_rung
+    }
+
+    /// Writes the completion queue head doorbell. Returns whether its register was written.
+    #[inline]
+    fn acknowledge(&mut self) -> bool {
+        let old = std::mem::replace(&mut self.acknowledged_head, self.cq_head);
+        self.unacknowledged = 0;
+        // After a whole ring the index is the same: the controller learns of it with a later completion.
+        old != self.cq_head && self.cq_doorbell.ring(old, self.cq_head)
     }
 
     /// Whether a completion is available.
@@ -294,7 +332,6 @@ impl HostQueuePair {
     /// register was written.
     #[inline]
     pub fn poll(&mut self, mut each: impl FnMut(Completed)) -> bool {
-        let old = self.cq_head;
         let mut taken = 0;
         while taken < self.rings.entries {
             // The second word is read first, since it has the phase.
@@ -308,17 +345,17 @@ impl HostQueuePair {
                 self.phase ^= PHASE_BIT;
             }
             taken += 1;
+            // A command will probably follow.
+            let sqe = usize::from(self.sq_tail + taken - 1);
+            let sqe = if sqe < usize::from(self.rings.entries) { sqe } else { sqe - usize::from(self.rings.entries) };
+            self.rings.sq.warm(sqe * SQE_BYTES);
             match self.take(cqe) {
                 Ok(completed) => each(completed),
                 Err(fault) => self.faults.count(fault),
             }
         }
-        match taken {
-            0 => false,
-            // The index is unchanged: the controller learns of it with the next completion.
-            _ if self.cq_head == old => false,
-            _ => self.cq_doorbell.ring(old, self.cq_head),
-        }
+        self.unacknowledged += taken;
+        taken > 0 && self.unacknowledged >= self.acknowledge_at && self.acknowledge()
     }
 
     /// Checks a completion; returns the fault of an invalid one.
@@ -361,7 +398,8 @@ impl HostQueuePair {
     }
 }
 
+/// The identifier of a command, by its slot and the slot's sequence.
 #[inline]
-const fn cid(slot: u16, sequence: u32) -> u16 {
+pub(crate) const fn cid(slot: u16, sequence: u32) -> u16 {
     (sequence as u16) << SLOT_BITS | slot
 }

@@ -50,7 +50,7 @@ impl Disposition {
 
 /// Failed requests of one queue.
 #[derive(Debug)]
-pub(crate) struct Retries {
+pub struct Retries {
     delays: RetryDelays,
     /// Retry count by slot.
     counts: Box<[u8]>,
@@ -61,20 +61,32 @@ pub(crate) struct Retries {
 }
 
 impl Retries {
-    pub(crate) fn new(slots: u16, delays: RetryDelays) -> Retries {
+    /// For a queue with so many slots.
+    pub fn new(slots: u16, delays: RetryDelays) -> Retries {
         let slots = usize::from(slots);
         Retries { delays, counts: vec![0; slots].into(), retried: 0, delayed: Vec::with_capacity(slots) }
     }
 
+    /// Continues with the delays of another controller.
+    pub fn set_delays(&mut self, delays: RetryDelays) {
+        self.delays = delays;
+    }
+
     /// Whether a successful request can be completed without [`Retries::finish`].
     #[inline]
-    pub(crate) fn is_empty(&self) -> bool {
+    pub fn is_empty(&self) -> bool {
         self.retried == 0
     }
 
     /// Handles the end of a command: completes its request, or retries it.
     #[cold]
-    pub(crate) fn finish(&mut self, tag: Tag, status: NvmeStatus, done: &mut Done<'_>, now_ns: u64) {
+    pub fn finish(&mut self, tag: Tag, status: NvmeStatus, done: &mut Done<'_>, now_ns: u64) {
+        self.finish_after(tag, status, 0, done, now_ns);
+    }
+
+    /// The same, with a retry no earlier than after this time, ns.
+    #[cold]
+    pub fn finish_after(&mut self, tag: Tag, status: NvmeStatus, after_ns: u64, done: &mut Done<'_>, now_ns: u64) {
         let count = &mut self.counts[tag.index()];
         match Disposition::of(status, *count, self.delays) {
             Disposition::Complete => {
@@ -84,9 +96,11 @@ impl Retries {
             Disposition::Retry(delay_ns) => {
                 self.retried += usize::from(*count == 0);
                 *count += 1;
-                match delay_ns {
-                    0 => done.requeue(tag),
-                    _ => self.delayed.push((now_ns.saturating_add(delay_ns), tag)),
+                match delay_ns.max(after_ns) {
+                    // Cancelled without an answer.
+                    0 if status.without_flags() == NvmeStatus::HOST_ABORTED => done.requeue(tag),
+                    0 => done.requeue_answered(tag),
+                    delay_ns => self.delayed.push((now_ns.saturating_add(delay_ns), tag)),
                 }
             }
         }
@@ -94,20 +108,20 @@ impl Retries {
 
     /// Handles the end of a request without a command.
     #[inline]
-    pub(crate) fn forget(&mut self, tag: &Tag) {
+    pub fn forget(&mut self, tag: &Tag) {
         if self.retried > 0 {
             self.retried -= usize::from(std::mem::take(&mut self.counts[tag.index()]) > 0);
         }
     }
 
     /// Earliest deadline of a retry.
-    pub(crate) fn deadline_ns(&self) -> Option<u64> {
+    pub fn deadline_ns(&self) -> Option<u64> {
         self.delayed.iter().map(|(due_ns, _)| *due_ns).min()
     }
 
     /// Resubmits the requests whose delay has ended.
     #[inline]
-    pub(crate) fn requeue_due(&mut self, done: &mut Done<'_>, now_ns: u64) {
+    pub fn requeue_due(&mut self, done: &mut Done<'_>, now_ns: u64) {
         if !self.delayed.is_empty() {
             self.requeue_before(now_ns, done);
         }
@@ -118,15 +132,20 @@ impl Retries {
         let mut number = 0;
         while let Some((due_ns, _)) = self.delayed.get(number) {
             if *due_ns <= now_ns {
-                done.requeue(self.delayed.swap_remove(number).1);
+                done.requeue_answered(self.delayed.swap_remove(number).1);
             } else {
                 number += 1;
             }
         }
     }
 
+    /// Drops all waiting requests with their hardware queue.
+    pub fn abandon_delayed(&mut self) {
+        self.delayed.drain(..).for_each(|(_, tag)| std::mem::forget(tag));
+    }
+
     /// Fails all waiting requests after the controller is gone.
-    pub(crate) fn fail_delayed(&mut self, done: &mut Done<'_>) {
+    pub fn fail_delayed(&mut self, done: &mut Done<'_>) {
         while let Some((_, tag)) = self.delayed.pop() {
             self.forget(&tag);
             done.complete(tag, Status::Offline);

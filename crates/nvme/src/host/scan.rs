@@ -63,6 +63,8 @@ pub struct ScannedNamespace {
     pub namespace: NvmeNamespace,
     /// Properties for the queue core.
     pub info: DeviceInfo,
+    /// Its group of asymmetric access; zero without one.
+    pub ana_group: u32,
 }
 
 impl ScannedNamespace {
@@ -218,7 +220,7 @@ impl Scan {
         }
         if let Some((namespace, mut info)) = NvmeNamespace::new(nsid, controller, &data, limits) {
             info.name = format!("namespace {nsid}");
-            self.found.push(ScannedNamespace { ids, namespace, info });
+            self.found.push(ScannedNamespace { ids, namespace, info, ana_group: data.ana_group });
         }
     }
 }

@@ -46,6 +46,11 @@ impl ControllerState {
         )
     }
 
+    /// Whether it is disabled permanently, or being disabled.
+    pub fn is_ending(self) -> bool {
+        matches!(self, ControllerState::Deleting | ControllerState::DeletingNoIo | ControllerState::Dead)
+    }
+
     /// Changes to the next state. Returns whether the transition is valid; otherwise the state stays.
     pub fn change(&mut self, next: ControllerState) -> bool {
         let may = self.may_become(next);

@@ -63,6 +63,29 @@ impl<T: ControllerTransport> HostController<T> {
         }
     }
 
+    /// Whether only owners of I/O queues hold up the teardown: they have not stopped, or not cancelled their requests.
+    pub fn awaits_queues(&self) -> bool {
+        match self.phase {
+            HostPhase::Stop { until_ns: None } => self.any_queue(QueueRun::Stopping),
+            HostPhase::Cancel => self.any_queue(QueueRun::Cancelling),
+            _ => false,
+        }
+    }
+
+    /// Waits no longer for [queues that do not answer](HostController::awaits_queues), such as one that no thread
+    /// runs. If they do not answer before the controller is disabled, their rings cannot be used again: called then,
+    /// this ends the controller, and its owner opens it anew with other memory.
+    pub fn leave_queues(&mut self, now_ns: u64) {
+        match self.phase {
+            HostPhase::Stop { .. } => self.phase = self.begin_delete(now_ns),
+            HostPhase::Cancel => {
+                self.end(NvmeHostError::Queues, now_ns);
+                self.down(now_ns);
+            }
+            _ => {}
+        }
+    }
+
     /// Executes one step of the teardown.
     pub(crate) fn step_down(&mut self, now_ns: u64) -> Result<Option<u64>, PhaseChanged> {
         match &mut self.phase {

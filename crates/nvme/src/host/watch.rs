@@ -13,6 +13,8 @@ const EVENT_NOTICE: u64 = 2;
 const ERROR_PERSISTENT: u64 = 3;
 /// Notice: namespace attributes changed.
 const NOTICE_NAMESPACES: u64 = 0;
+/// Time for an admin command of the user to end after its Abort was sent, ns.
+const ABORTED_NS: u64 = 5_000_000_000;
 /// Dwords of a log page to read in order to clear an event.
 const LOG_DWORDS: u32 = 128;
 
@@ -81,7 +83,7 @@ impl KeepAlive {
     }
 
     /// Whether to send a command now.
-    fn is_due(&mut self, now_ns: u64) -> bool {
+    pub(crate) fn is_due(&mut self, now_ns: u64) -> bool {
         if now_ns < self.due_ns() {
             return false;
         }
@@ -91,6 +93,16 @@ impl KeepAlive {
         }
         self.sent_ns = Some(now_ns);
         true
+    }
+
+    /// The controller has completed a command.
+    pub(crate) fn note_traffic(&mut self) {
+        self.saw_traffic = true;
+    }
+
+    /// Time after which the controller ends an association without commands, ns.
+    pub(crate) fn timeout_ns(&self) -> u64 {
+        self.timeout_ns
     }
 
     /// Handles a completed command: the next one is due an interval after this one was sent.
@@ -137,9 +149,25 @@ impl<T: ControllerTransport> HostController<T> {
         LateAction::Abort
     }
 
+    /// Aborts the late admin command of the user, and gives it time to end. Returns false if it was aborted already, or
+    /// the controller accepts no Abort now.
+    pub(crate) fn abort_late_admin(&mut self, now_ns: u64) -> bool {
+        if self.state != ControllerState::Live || self.watch.aborts_left == 0 {
+            return false;
+        }
+        let aborted_ns = now_ns.saturating_add(ABORTED_NS);
+        let Some(cid) = self.admin.as_mut().and_then(|admin| admin.grant_time(now_ns, aborted_ns)) else {
+            return false;
+        };
+        let deadline_ns = now_ns.saturating_add(ADMIN_TIMEOUT_NS);
+        let is_sent = self.submit(Sqe::abort(0, cid), AdminData::None, AdminPurpose::Abort, deadline_ns);
+        self.watch.aborts_left -= u16::from(is_sent);
+        is_sent
+    }
+
     /// Records completed I/O, which restarts some controllers' keep-alive timer.
     pub fn note_traffic(&mut self) {
-        self.keep_alive.iter_mut().for_each(|keep_alive| keep_alive.saw_traffic = true);
+        self.keep_alive.iter_mut().for_each(KeepAlive::note_traffic);
     }
 
     /// Periodic work for a live controller.

@@ -10,8 +10,8 @@ use blkyard_mem::{Region, RegionTable, View};
 use blkyard_mq::{Bio, DeviceInfo, Op, QueueLimits, Status};
 use blkyard_nvme::registers::{ACQ, AQA, ASQ, CC, CSTS, ControllerConfig, ControllerStatus, admin_queue_attributes};
 use blkyard_nvme::{
-    CQE_BYTES, Controller, ControllerIoQueue, ControllerOptions, ControllerRequest, Cqe, DmaMap, DmaRange,
-    NamespaceTable, NextBio, NvmeStatus, Psdt, SQE_BYTES, ServedNamespace, Sqe,
+    CQE_BYTES, Controller, ControllerIoQueue, ControllerOptions, ControllerQueueReply, ControllerRequest, Cqe, DmaMap,
+    DmaRange, NamespaceTable, NextBio, NvmeStatus, Psdt, SQE_BYTES, ServedNamespace, Sqe,
 };
 
 /// Controller address and size of the host's memory.
@@ -43,6 +43,8 @@ pub struct RawQueue {
 pub struct Machine {
     pub controller: Controller,
     pub queues: BTreeMap<u16, ControllerIoQueue>,
+    /// Whether no completion queue can be served.
+    pub refuses_queues: bool,
     pub devices: Vec<Arc<Region>>,
     bios: Vec<Box<Bio>>,
     /// Bios held back by devices while `is_held`.
@@ -59,6 +61,8 @@ pub struct Machine {
     pub vectors: Vec<u16>,
     pub region: Arc<Region>,
     pub view: View,
+    /// Memory of the doorbell registers.
+    pub registers: View,
     pub now_ns: u64,
     pub admin: RawQueue,
     next_page: u64,
@@ -67,6 +71,7 @@ pub struct Machine {
 
 pub fn options() -> ControllerOptions {
     ControllerOptions {
+        vendor: 0x1234,
         serial: "S1".into(),
         model: "test model".into(),
         firmware: "1.0".into(),
@@ -77,6 +82,9 @@ pub fn options() -> ControllerOptions {
         depth: 16,
         vectors: 5,
         transfer_bytes: MDTS_BYTES,
+        has_shadow: true,
+        doorbell_stride: 0,
+        fabrics: None,
     }
 }
 
@@ -121,6 +129,10 @@ pub fn map_of(region: &Arc<Region>) -> DmaMap {
 
 impl Machine {
     pub fn new() -> Machine {
+        Machine::with(options())
+    }
+
+    pub fn with(options: ControllerOptions) -> Machine {
         let region = Region::anonymous(MEMORY_BYTES + 2 * GUARD_BYTES).unwrap();
         for at in [0, GUARD_BYTES + MEMORY_BYTES] {
             region.span(at as u64, GUARD_BYTES).unwrap().fill(GUARD);
@@ -128,10 +140,11 @@ impl Machine {
         let view = View::new(Arc::clone(&region), GUARD_BYTES as u64, MEMORY_BYTES, 4096).unwrap();
         let doorbells = Region::anonymous(4096).unwrap();
         let registers = View::new(doorbells, 0, 4096, 4096).unwrap();
-        let controller = Controller::new(options(), registers, &map_of(&region), namespaces()).unwrap();
+        let controller = Controller::new(options, registers.clone(), &map_of(&region), namespaces()).unwrap();
         let mut machine = Machine {
             controller,
             queues: BTreeMap::new(),
+            refuses_queues: false,
             devices: (0..3).map(|_| Region::anonymous(DEVICE_BYTES).unwrap()).collect(),
             bios: vec![],
             held: vec![],
@@ -143,6 +156,7 @@ impl Machine {
             vectors: vec![],
             region,
             view,
+            registers,
             now_ns: 1,
             admin: RawQueue {
                 sqid: 0,
@@ -264,8 +278,14 @@ impl Machine {
             is_busy = true;
             match request {
                 ControllerRequest::Create(queue) => {
-                    let old = self.queues.insert(queue.cqid(), *queue);
+                    let cqid = queue.cqid();
+                    if self.refuses_queues {
+                        self.controller.reply(cqid, ControllerQueueReply::NotCreated);
+                        continue;
+                    }
+                    let old = self.queues.insert(cqid, *queue);
                     assert!(old.is_none(), "a queue that exists already");
+                    self.controller.reply(cqid, ControllerQueueReply::Created);
                 }
                 ControllerRequest::Queue(cqid, command) => self.queues.get_mut(&cqid).unwrap().handle(command),
                 ControllerRequest::Flush(number) => self.flushes.push(number),
@@ -307,10 +327,7 @@ impl Machine {
             self.vectors.extend(queue.publish());
             while let Some(reply) = queue.take_reply() {
                 is_busy = true;
-                if matches!(
-                    reply,
-                    blkyard_nvme::ControllerQueueReply::Stopped | blkyard_nvme::ControllerQueueReply::Deleted
-                ) {
+                if matches!(reply, ControllerQueueReply::Stopped | ControllerQueueReply::Deleted) {
                     over.push(*cqid);
                 }
                 self.controller.reply(*cqid, reply);

@@ -90,15 +90,17 @@ fn doorbells_that_are_not_shared_are_written_as_registers() {
 fn only_doorbells_that_have_changed_are_forwarded() {
     let mut rig = live(|fake| fake.shares_doorbells = false, NvmeHostConfig { has_shadow: false, ..config(1) });
     rig.fake.borrow_mut().doorbell_writes.clear();
-    rig.submit(1, 0, Op::Write, 0).unwrap();
-    for _ in 0..2 {
-        rig.turn_queue(1);
-        let now_ns = rig.now_ns;
-        rig.host.forward_doorbells(1, now_ns);
-        rig.turn_fake();
+    for block in 0..4 {
+        rig.submit(1, 0, Op::Write, block).unwrap();
+        for _ in 0..2 {
+            rig.turn_queue(1);
+            let now_ns = rig.now_ns;
+            rig.host.forward_doorbells(1, now_ns);
+            rig.turn_fake();
+        }
     }
-    // The tail, then the head of queue 1.
-    assert_eq!(rig.fake.borrow().doorbell_writes, [(8, 1), (12, 1)]);
+    // Each tail of queue 1, and after a quarter of its 16 entries the head.
+    assert_eq!(rig.fake.borrow().doorbell_writes, [(8, 1), (8, 2), (8, 3), (8, 4), (12, 4)]);
 }
 
 #[test]

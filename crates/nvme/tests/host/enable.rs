@@ -153,8 +153,23 @@ fn a_controller_is_silent_when_it_is_not_ready() {
 fn a_shutdown_comes_before_an_orderly_end() {
     let mut transport = FakeTransport::new();
     assert_eq!(enable(&mut transport).0, HostStep::Done);
-    assert_eq!(disable(&mut transport, Some(1000 * MS)).0, HostStep::Done);
+    let (end, now_ns, silence) = disable(&mut transport, Some(1000 * MS));
+    assert_eq!((end, now_ns), (HostStep::Done, (3 + 4) * MS));
     assert_eq!(transport.fake.borrow().shutdowns, 1);
+    // Cleared, CC.EN would start the controller's power-on state again.
+    assert!(ControllerConfig::from_bits(transport.read32(CC).unwrap()).enabled, "the shutdown was undone");
+    assert_eq!(silence, Some(Silence::ShutDown));
+    // It is enabled again through a disabled state.
+    assert_eq!(enable(&mut transport), (HostStep::Done, (3 + 4 + 2 + 3) * MS));
+}
+
+#[test]
+fn a_shutdown_that_takes_too_long_ends_with_the_controller_disabled() {
+    let mut transport = FakeTransport::new();
+    assert_eq!(enable(&mut transport).0, HostStep::Done);
+    transport.fake.borrow_mut().never_shut_down = true;
+    let end = disable(&mut transport, Some(1000 * MS));
+    assert_eq!(end, (HostStep::Done, (3 + 1000 + 2) * MS, Some(Silence::Disabled)));
 }
 
 #[test]

@@ -46,6 +46,10 @@ pub struct FakeController {
     pub idle_delay_ns: u64,
     pub never_ready: bool,
     pub never_idle: bool,
+    /// Time of the end of a running shutdown; it has ended once that has passed.
+    shut_down_at_ns: Option<u64>,
+    pub shutdown_delay_ns: u64,
+    pub never_shut_down: bool,
     pub fatal: bool,
     /// The subsystem was reset, and the host has not cleared that.
     pub subsystem_reset: bool,
@@ -104,6 +108,10 @@ pub struct FakeController {
     parser: IoParser,
 }
 
+/// CSTS.SHST.
+const SHUTDOWN_RUNNING: u8 = 1;
+const SHUTDOWN_COMPLETE: u8 = 2;
+
 pub type FakeTransport = Transport<FakeController>;
 
 pub fn namespace(blocks: u64, block_shift: u8) -> IdentifyNamespace {
@@ -147,6 +155,9 @@ impl FakeTransport {
             idle_delay_ns: 2_000_000,
             never_ready: false,
             never_idle: false,
+            shut_down_at_ns: None,
+            shutdown_delay_ns: 4_000_000,
+            never_shut_down: false,
             fatal: false,
             subsystem_reset: false,
             gone: false,
@@ -199,6 +210,10 @@ impl FakeController {
     fn follow(&mut self, now_ns: u64) {
         self.now_ns = now_ns;
         let wants = self.config & 1 == 1;
+        if self.shutdown() == SHUTDOWN_COMPLETE {
+            // It takes no command and accesses no memory until it is disabled.
+            self.forget();
+        }
         if wants != self.ready && self.ready_at_ns.is_none() {
             let (never, delay_ns) =
                 if wants { (self.never_ready, self.ready_delay_ns) } else { (self.never_idle, self.idle_delay_ns) };
@@ -213,7 +228,16 @@ impl FakeController {
         }
     }
 
-    /// Disabled: drops all queues.
+    /// CSTS.SHST.
+    fn shutdown(&self) -> u8 {
+        match self.shut_down_at_ns {
+            Some(at_ns) if at_ns <= self.now_ns => SHUTDOWN_COMPLETE,
+            Some(_) => SHUTDOWN_RUNNING,
+            None => 0,
+        }
+    }
+
+    /// Disabled or shut down: drops all queues.
     fn forget(&mut self) {
         self.admin = None;
         self.cqs.clear();
@@ -229,6 +253,11 @@ impl FakeController {
         self.config = value;
         if is.shutdown == 1 && was.shutdown == 0 {
             self.shutdowns += 1;
+            let delay_ns = if self.never_shut_down { u64::MAX } else { self.shutdown_delay_ns };
+            self.shut_down_at_ns = Some(self.now_ns.saturating_add(delay_ns));
+        }
+        if !is.enabled {
+            self.shut_down_at_ns = None;
         }
         if was.enabled == is.enabled {
             return;
@@ -457,7 +486,7 @@ impl FakeController {
 
     /// Whether it can access no memory.
     pub fn is_silent(&self) -> bool {
-        !self.ready
+        !self.ready || self.shutdown() == SHUTDOWN_COMPLETE
     }
 
     /// Transfers the data of a command, whether or not the command will be completed.
@@ -499,6 +528,13 @@ impl FakeController {
         NvmeStatus::SUCCESS
     }
 
+    /// A copy of mapped memory.
+    pub fn memory(&mut self, addr: u64, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        self.view(addr, len.next_multiple_of(PAGE)).span(0, len).unwrap().copy_to_slice(&mut bytes);
+        bytes
+    }
+
     fn answer_io(&mut self, io: PendingIo, status: NvmeStatus) {
         if let Some(pair) = self.queues.get_mut(&io.qid) {
             pair.complete(io.token, status, 0);
@@ -530,7 +566,7 @@ impl Peer for FakeController {
             return u32::MAX;
         }
         let cap = self.cap.bits();
-        let shutdown = if self.config >> 14 & 3 != 0 { 2 } else { 0 };
+        let shutdown = self.shutdown();
         match offset {
             CAP => cap as u32,
             offset if offset == CAP + 4 => (cap >> 32) as u32,
@@ -584,7 +620,7 @@ impl Peer for FakeController {
         }
         self.function_resets += 1;
         (self.never_idle, self.never_ready, self.fatal, self.mute) = (false, false, false, false);
-        (self.config, self.ready, self.ready_at_ns) = (0, false, None);
+        (self.config, self.ready, self.ready_at_ns, self.shut_down_at_ns) = (0, false, None, None);
         self.forget();
         true
     }

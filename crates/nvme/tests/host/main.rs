@@ -5,8 +5,10 @@ mod bring_up;
 mod enable;
 mod failure;
 mod fake;
+mod passthrough;
 mod peer;
 mod real;
-
+mod real_walk;
 mod rig;
 mod walk;
+mod wide;

@@ -9,6 +9,8 @@ use std::sync::Arc;
 use blkyard_mem::{DmaDomain, Region, RegionTable, View};
 use blkyard_nvme::{ControllerTransport, DeviceGone, DmaMap, DmaRange};
 
+use crate::wide;
+
 pub const PAGE: usize = 4096;
 
 /// A controller on the thread of its host.
@@ -54,16 +56,25 @@ pub fn base(region: &Region) -> u64 {
     region.span(0, 1).unwrap().as_ptr() as u64
 }
 
-/// Maps the regions of a domain at our own addresses.
+/// Bus address of a byte of a region: our own, except in memory whose pages are in reverse order.
+pub fn bus_addr(region: &Region, offset: u64) -> u64 {
+    if region.len() == wide::BYTES { wide::reversed(region, offset) } else { base(region) + offset }
+}
+
+/// Maps the regions of a domain.
 pub fn map_of(domain: &DmaDomain) -> DmaMap {
     let regions = domain.regions();
-    let range = |(region, memory): (usize, &Arc<Region>)| DmaRange {
-        addr: base(memory),
-        len: (memory.len() / PAGE * PAGE) as u64,
-        region: region as u32,
-        offset: 0,
-    };
-    let ranges = regions.iter().enumerate().map(range).collect();
+    let mut ranges = vec![];
+    for (number, region) in (0..).zip(&regions) {
+        let bytes = (region.len() / PAGE * PAGE) as u64;
+        let step = if region.len() == wide::BYTES { PAGE as u64 } else { bytes };
+        ranges.extend((0..bytes).step_by(step as usize).map(|offset| DmaRange {
+            addr: bus_addr(region, offset),
+            len: step,
+            region: number,
+            offset,
+        }));
+    }
     DmaMap::new(Arc::new(RegionTable::new(regions)), ranges).unwrap()
 }
 
@@ -82,7 +93,7 @@ impl<P: Peer> ControllerTransport for Transport<P> {
     }
 
     fn dma_addr(&self, region: &Arc<Region>, offset: u64) -> Option<u64> {
-        self.domain.regions().iter().any(|mapped| Arc::ptr_eq(mapped, region)).then(|| base(region) + offset)
+        wide::addr_of(&self.domain, region, offset)
     }
 
     fn doorbells(&self) -> Option<View> {

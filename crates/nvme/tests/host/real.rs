@@ -14,41 +14,45 @@ use blkyard_nvme::{
 
 use crate::peer::{PAGE, Peer, Transport, map_of};
 use crate::rig::{MS, Rig, S, config};
-use crate::walk::Chance;
-
-/// Walks per test run.
-const SEEDS: u64 = 500;
-const STEPS: usize = 300;
 
 /// The controller with its queues, and devices that complete on command.
-struct RealController {
-    controller: Controller,
+pub struct RealController {
+    pub controller: Controller,
     queues: BTreeMap<u16, ControllerIoQueue>,
     doorbells: View,
-    shares_doorbells: bool,
-    domain: Arc<DmaDomain>,
+    pub shares_doorbells: bool,
+    pub domain: Arc<DmaDomain>,
     changes: u64,
-    held: Vec<(u16, u16, Box<Bio>)>,
-    is_prompt: bool,
-    gone: bool,
+    pub held: Vec<(u16, u16, Box<Bio>)>,
+    pub is_prompt: bool,
+    pub gone: bool,
     disk: HashMap<(u16, u64), u64>,
     lent: Rc<RefCell<HashSet<u64>>>,
     violations: Vec<String>,
 }
 
-fn device(block: u32) -> DeviceInfo {
+/// Identifiers of the namespaces: there may be gaps.
+const NSIDS: [u32; 2] = [1, 3];
+
+/// The table of these devices; one that is absent has no namespace.
+pub fn namespaces(devices: &[Option<DeviceInfo>; 2]) -> NamespaceTable {
+    let mut table = NamespaceTable::new(4);
+    for ((number, nsid), device) in (0..).zip(NSIDS).zip(devices) {
+        table.set(nsid, device.as_ref().and_then(|device| ServedNamespace::new(nsid, number, device)));
+    }
+    table
+}
+
+pub fn device(block: u32) -> DeviceInfo {
     let limits = QueueLimits { logical_block_bytes: block, physical_block_bytes: block, ..QueueLimits::default() };
     DeviceInfo { capacity_sectors: 1 << 16, limits, volatile_cache: true, fua: true, ..DeviceInfo::default() }
 }
 
 impl RealController {
-    fn transport() -> Transport<RealController> {
+    pub fn transport() -> Transport<RealController> {
         let domain = DmaDomain::new(|| ());
         let doorbells = View::new(Region::anonymous(PAGE).unwrap(), 0, PAGE, PAGE).unwrap();
-        let mut namespaces = NamespaceTable::new(4);
-        for (nsid, number, block) in [(1, 0, 512), (3, 1, 4096)] {
-            namespaces.set(nsid, ServedNamespace::new(nsid, number, &device(block)));
-        }
+        let namespaces = namespaces(&[device(512), device(4096)].map(Some));
         let options = ControllerOptions { io_queues: 4, queue_entries: 64, ..ControllerOptions::default() };
         let controller = Controller::new(options, doorbells.clone(), &map_of(&domain), namespaces).unwrap();
         let real = RealController {
@@ -89,26 +93,31 @@ impl RealController {
     }
 
     /// Completes a bio of a device.
-    fn complete(&mut self, number: usize, status: Status) {
+    pub fn complete(&mut self, number: usize, status: Status) {
         let (cqid, token, bio) = self.held.remove(number);
         let Some(queue) = self.queues.get_mut(&cqid) else {
             self.violations.push(format!("queue {cqid} is gone before its bios are back"));
             return;
         };
         let table = Arc::clone(queue.table());
+        let mut sector = bio.sector;
         for segment in bio.segments.iter().filter(|_| status.is_ok()) {
-            let span = table.resolve(*segment).unwrap();
-            let page = span.as_ptr() as u64 / PAGE as u64;
-            if !self.lent.borrow().contains(&page) {
-                self.violations.push(format!("{:?} reached page {page:#x} that was given back", bio.op));
-            }
-            let key = (bio.namespace, bio.sector);
-            if bio.op == Op::Read {
-                span.part(0, 8).copy_from_slice(&self.disk.get(&key).copied().unwrap_or(0).to_le_bytes());
-            } else {
-                let mut word = [0; 8];
-                span.part(0, 8).copy_to_slice(&mut word);
-                self.disk.insert(key, u64::from_le_bytes(word));
+            let all = table.resolve(*segment).unwrap();
+            for at in (0..all.len()).step_by(PAGE) {
+                let span = all.part(at, PAGE.min(all.len() - at));
+                let page = span.as_ptr() as u64 / PAGE as u64;
+                if !self.lent.borrow().contains(&page) {
+                    self.violations.push(format!("{:?} reached page {page:#x} that was given back", bio.op));
+                }
+                let key = (bio.namespace, sector);
+                if bio.op == Op::Read {
+                    span.part(0, 8).copy_from_slice(&self.disk.get(&key).copied().unwrap_or(0).to_le_bytes());
+                } else {
+                    let mut word = [0; 8];
+                    span.part(0, 8).copy_to_slice(&mut word);
+                    self.disk.insert(key, u64::from_le_bytes(word));
+                }
+                sector += (span.len() / 512) as u64;
             }
         }
         queue.end(token, status);
@@ -146,7 +155,9 @@ impl Peer for RealController {
         while let Some(request) = self.controller.take_request() {
             match request {
                 ControllerRequest::Create(queue) => {
-                    assert!(self.queues.insert(queue.cqid(), *queue).is_none(), "a queue that exists already");
+                    let cqid = queue.cqid();
+                    assert!(self.queues.insert(cqid, *queue).is_none(), "a queue that exists already");
+                    self.controller.reply(cqid, ControllerQueueReply::Created);
                 }
                 ControllerRequest::Queue(cqid, command) => self.queues.get_mut(&cqid).unwrap().handle(command),
                 ControllerRequest::Flush(number) => self.controller.flushed(number),
@@ -317,63 +328,4 @@ fn a_late_command_is_aborted_by_our_controller() {
     rig.finish();
     assert_eq!(rig.ended, [(1, Status::Ok)]);
     assert_eq!(rig.host.state(), ControllerState::Live);
-}
-
-/// All actions in random order, with resets, suspends, removals and unplugs.
-fn walk(seed: u64, lives: &mut u64) {
-    let mut chance = Chance(seed);
-    let mut rig = live(1 + chance.below(4) as u16);
-    let queues = rig.queues.len();
-    rig.fake.borrow_mut().is_prompt = false;
-    for _ in 0..STEPS {
-        let (qid, now_ns) = (1 + chance.below(queues) as u16, rig.now_ns);
-        match chance.below(24) {
-            0..=5 => {
-                let op = if chance.one_in(2) { Op::Read } else { Op::Write };
-                let _ = rig.submit(qid, chance.below(2) as u16, op, chance.below(40) as u64);
-            }
-            6..=8 => rig.turn_queue(qid),
-            9..=10 => rig.turn_fake(),
-            11..=13 => rig.advance_host(),
-            14 if !rig.commands.is_empty() => rig.deliver_command(0),
-            15 if !rig.reports.is_empty() => rig.deliver_report(0),
-            16 if !rig.late.is_empty() => rig.deliver_late(0),
-            17..=20 => {
-                let held = rig.fake.borrow().held.len();
-                if held > 0 && !rig.fake.borrow().gone {
-                    let status = if chance.one_in(30) { Status::Io } else { Status::Ok };
-                    rig.fake.borrow_mut().complete(chance.below(held), status);
-                }
-            }
-            21 => rig.now_ns += chance.next() % [MS, S, 20 * S][chance.below(3)],
-            22 => rig.pass(),
-            23 if chance.one_in(4) => match chance.below(40) {
-                0 => rig.fake.borrow_mut().gone = true,
-                1 => rig.host.remove(now_ns),
-                2..=10 => rig.host.suspend(now_ns),
-                11..=20 => rig.host.resume(now_ns),
-                _ => drop(rig.host.reset(now_ns)),
-            },
-            _ => {}
-        }
-        rig.check();
-    }
-    rig.fake.borrow_mut().is_prompt = true;
-    rig.tick_ns = 50 * MS;
-    rig.host.resume(rig.now_ns);
-    rig.finish();
-    rig.run(|rig| !rig.host.is_busy(), 600 * S);
-    *lives += u64::from(rig.host.state() == ControllerState::Live);
-    rig.check();
-}
-
-#[test]
-fn no_walk_of_both_sides_loses_a_request() {
-    let mut lives = 0;
-    let one = std::env::var("NVME_WALK").ok().and_then(|seed| seed.parse().ok());
-    for seed in one.map_or(0..SEEDS, |seed| seed..seed + 1) {
-        println!("NVME_WALK={seed}");
-        walk(seed, &mut lives);
-    }
-    assert!(one.is_some() || lives > SEEDS / 2, "{lives} controllers were live in the end");
 }

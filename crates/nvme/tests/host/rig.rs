@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::rc::Rc;
 use std::sync::Arc;
 
-use blkyard_mem::{DmaMapping, Region, RegionTable, Segment};
+use blkyard_mem::{BufferId, DmaDomain, DmaMapping, Region, RegionTable, RegisteredBuffer, Segment};
 use blkyard_mq::{Batch, Bio, BioFlags, Done, Driver, HwQueue, HwQueueConfig, Op, Status, TimedOut};
 use blkyard_nvme::{
     ControllerState, ControllerTransport, HostController, HostEvent, IoQueue, IoQueueCommand, IoQueueReport,
@@ -17,6 +17,7 @@ use blkyard_nvme::{
 
 use crate::fake::FakeController;
 use crate::peer::{PAGE, Peer, Transport, base};
+use crate::wide::{Wide, addr_of};
 
 pub const MS: u64 = 1_000_000;
 pub const S: u64 = 1_000_000_000;
@@ -29,12 +30,24 @@ pub const SECTORS: u32 = 8;
 pub struct QueueDriver {
     pub queue: IoQueue,
     base: u64,
+    domain: Arc<DmaDomain>,
 }
 
 impl Driver<()> for QueueDriver {
     fn queue_rqs(&mut self, _cx: &mut (), _memory: &RegionTable, batch: &mut Batch<'_>) {
         let base = self.base;
-        self.queue.queue(batch, |segment| Some(base + segment.offset));
+        // Registered buffers are reached by their mapping only.
+        self.queue.queue(batch, |segment| (!segment.is_registered()).then_some(base + segment.offset));
+    }
+
+    fn add_buffer(&mut self, _cx: &mut (), _memory: &RegionTable, buffer: &Arc<RegisteredBuffer>) {
+        let mapping = buffer.mapping(&self.domain).unwrap();
+        let addresses = mapping.addresses(|region, offset| addr_of(&self.domain, region, offset)).unwrap();
+        assert!(addresses.tables().is_some() && self.queue.add_buffer(buffer, &mapping, &addresses));
+    }
+
+    fn remove_buffer(&mut self, _cx: &mut (), buffer: BufferId) {
+        self.queue.remove_buffer(buffer);
     }
 
     fn poll(&mut self, _cx: &mut (), _memory: &RegionTable, done: &mut Done<'_>, now_ns: u64) {
@@ -73,6 +86,8 @@ pub struct Rig<P = FakeController> {
     _mapping: DmaMapping,
     lent: Rc<RefCell<HashSet<u64>>>,
     free_pages: Vec<u32>,
+    /// Identifiers of the namespaces that the queues were made for: later scans do not change their numbers.
+    nsids: Vec<u32>,
     /// Bios in flight by cookie.
     flying: HashMap<u64, Flying>,
     busy: HashSet<u64>,
@@ -81,6 +96,8 @@ pub struct Rig<P = FakeController> {
     pub model: HashMap<u64, Option<u64>>,
     /// Cookies and statuses of completed bios, in order.
     pub ended: Vec<(u64, Status)>,
+    /// I/O in registered buffers.
+    pub wide: Wide,
     deadline_ns: Option<u64>,
 }
 
@@ -108,6 +125,7 @@ impl<P: Peer> Rig<P> {
         let mapping = transport.dma_domain().map(vec![Arc::clone(&buffer)]);
         let fake = Rc::clone(&transport.fake);
         let lent = fake.borrow().lent();
+        let wide = Wide::new(transport.dma_domain(), &lent);
         Rig {
             host: HostController::new(transport, config),
             fake,
@@ -123,11 +141,13 @@ impl<P: Peer> Rig<P> {
             _mapping: mapping,
             lent,
             free_pages: (0..PAGES).rev().collect(),
+            nsids: vec![],
             flying: HashMap::new(),
             busy: HashSet::new(),
             cookies: 0,
             model: HashMap::new(),
             ended: vec![],
+            wide,
             deadline_ns: None,
         }
     }
@@ -162,11 +182,14 @@ impl<P: Peer> Rig<P> {
         }
         while let Some(queue) = self.host.take_queue() {
             let infos = self.host.namespaces().iter().map(|found| Arc::new(found.info.clone())).collect();
+            self.nsids = self.host.namespaces().iter().map(|found| found.namespace.nsid).collect();
             let (qid, depth) = (queue.qid(), usize::from(queue.depth()));
-            let driver = QueueDriver { queue, base: base(&self.buffer) };
+            let domain = Arc::clone(self.host.transport().dma_domain());
+            let driver = QueueDriver { queue, base: base(&self.buffer), domain };
             let config = HwQueueConfig { depth, bios_max: 64, ..HwQueueConfig::default() };
             let mut hw = HwQueue::with_namespaces(driver, infos, config);
-            hw.set_memory(&mut (), Arc::new(RegionTable::new(vec![Arc::clone(&self.buffer)])));
+            let memory = [&self.buffer, &self.wide.region].map(Arc::clone);
+            hw.set_memory(&mut (), Arc::new(RegionTable::new(memory.into())));
             assert!(self.queues.insert(qid, hw).is_none(), "queue {qid} was made twice");
         }
     }
@@ -250,7 +273,7 @@ impl<P: Peer> Rig<P> {
 
     /// Runs rounds until all bios are complete.
     pub fn finish(&mut self) {
-        self.run(|rig| rig.flying.is_empty(), 2000 * S);
+        self.run(|rig| rig.in_flight() == 0, 2000 * S);
         self.check();
     }
 
@@ -261,12 +284,17 @@ impl<P: Peer> Rig<P> {
 
     /// Number of bios in flight.
     pub fn in_flight(&self) -> usize {
-        self.flying.len()
+        self.flying.len() + self.wide.in_flight()
+    }
+
+    /// Identifier of a namespace of the queues.
+    pub fn nsid(&self, namespace: u16) -> Option<u64> {
+        self.nsids.get(usize::from(namespace)).map(|nsid| u64::from(*nsid))
     }
 
     /// Submits a bio to a queue, unless the queue or the buffer is full or its sector is in use.
     pub fn submit(&mut self, qid: u16, namespace: u16, op: Op, block: u64) -> Option<u64> {
-        let nsid = u64::from(self.host.namespaces().get(usize::from(namespace))?.namespace.nsid);
+        let nsid = self.nsid(namespace)?;
         let hw = self.queues.get_mut(&qid)?;
         let key = (nsid << 48) | (block * u64::from(SECTORS));
         if hw.room() == 0 || self.busy.contains(&key) || self.free_pages.is_empty() {
@@ -289,6 +317,9 @@ impl<P: Peer> Rig<P> {
     }
 
     fn end(&mut self, bio: &Bio) {
+        if self.wide.end(bio) {
+            return self.ended.push((bio.cookie, bio.status));
+        }
         let flying = self.flying.remove(&bio.cookie).expect("a bio ends once");
         let at = u64::from(flying.page) * PAGE as u64;
         let mut word = [0; 8];

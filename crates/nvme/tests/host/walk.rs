@@ -1,8 +1,10 @@
 //! Random walks: host, queues and controller move in any order, messages arrive late, and the controller fails. A walk
-//! can be repeated by its seed: `NVME_WALK=seed`.
+//! can be repeated by its seed: `NVME_WALK=SEED`; `NVME_WALK=FIRST..END` runs others.
 //!
 //! Checked at every step: a bio completes once; a read finds the last written data; the controller accesses no returned
 //! memory; a controller that was repaired or unplugged leaves no bio behind.
+
+use std::ops::Range;
 
 use blkyard_mq::{Op, Status};
 use blkyard_nvme::{ControllerState, NvmeHostConfig, NvmeStatus, admin};
@@ -254,18 +256,27 @@ fn walk(seed: u64, seen: &mut Seen) {
     seen.stale += faults.sum::<u64>();
 }
 
+/// Seeds by `NVME_WALK`: one, or FIRST..END for a test of hours.
+pub fn seeds() -> Option<Range<u64>> {
+    let asked = std::env::var("NVME_WALK").ok()?;
+    let number = |text: &str| text.parse().unwrap_or_else(|_| panic!("NVME_WALK={asked}: use SEED or FIRST..END"));
+    Some(match asked.split_once("..") {
+        Some((first, end)) => number(first)..number(end),
+        None => number(&asked)..number(&asked) + 1,
+    })
+}
+
 #[test]
 fn no_walk_loses_a_request_or_touches_memory_that_was_given_back() {
     let mut seen = Seen::default();
-    let one = std::env::var("NVME_WALK").ok().and_then(|seed| seed.parse().ok());
-    let seeds = one.map_or(0..SEEDS, |seed| seed..seed + 1);
-    for seed in seeds {
+    let asked = seeds();
+    for seed in asked.clone().unwrap_or(0..SEEDS) {
         // The seed is only printed if the walk fails.
         println!("NVME_WALK={seed}");
         walk(seed, &mut seen);
     }
     println!("{seen:?}");
-    if one.is_none() {
+    if asked.is_none() {
         let Seen { bios, failed, resets, aborts, dead, unplugged, stale } = seen;
         assert!(bios > 10 * SEEDS && failed > 0 && failed < bios / 2, "{bios} bios, {failed} failed");
         assert!(resets > SEEDS && aborts > SEEDS / 10 && dead > SEEDS / 50 && unplugged > 0);

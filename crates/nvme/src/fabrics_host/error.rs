@@ -1,0 +1,78 @@
+//! Reasons why an association is lost or given up.
+
+use crate::NvmeStatus;
+use crate::tcp::TcpEnd;
+
+/// Reason why an association is lost, or cannot be made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum FabricsHostError {
+    /// No connection, or it was closed.
+    #[error("NVMe/TCP: no connection to the target; see whether it runs, its address and firewalls between")]
+    Unreachable,
+    /// The connection ended by a violation or a TermReq.
+    #[error("NVMe/TCP: the connection was terminated ({0:?}); see the log of the target")]
+    Terminated(TcpEnd),
+    /// A step was not complete in time.
+    #[error("NVMe/TCP: {0} was not completed in time; see whether the target hangs")]
+    Timeout(&'static str),
+    /// A command needed for bring-up has failed.
+    #[error("NVMe/TCP: {command} failed, {status}; see the options of the target for this host")]
+    Command {
+        /// Name of the command.
+        command: &'static str,
+        /// Status of the controller.
+        status: NvmeStatus,
+    },
+    /// The controller asks for authentication.
+    #[error("NVMe/TCP: the target requires authentication, which is not supported; allow this host without it")]
+    Authentication,
+    /// Capsules of the controller hold no command.
+    #[error("NVMe/TCP: the target reports command capsules of {0} bytes; at least 64 are needed")]
+    Capsule(u32),
+    /// The controller has no NVM command set.
+    #[error("NVMe/TCP: the controller offers no I/O command set; name a subsystem with namespaces")]
+    NoCommandSet,
+    /// CSTS.CFS
+    #[error("NVMe/TCP: the controller reports a fatal error; see the log of the target")]
+    Fatal,
+    /// An I/O queue was refused or lost.
+    #[error("NVMe/TCP: the connection of I/O queue {0} was lost")]
+    QueueLost(u16),
+    /// An I/O queue was refused.
+    #[error("NVMe/TCP: the target refused I/O queue {qid}, {status}; ask for fewer queues")]
+    QueueRefused {
+        /// The queue.
+        qid: u16,
+        /// Status of Connect.
+        status: NvmeStatus,
+    },
+    /// A command of an I/O queue was not completed in time.
+    #[error("NVMe/TCP: a command of I/O queue {0} was not completed in time; see whether the target hangs")]
+    QueueLate(u16),
+    /// A log page of the controller is malformed.
+    #[error("NVMe/TCP: the target's {0} is malformed")]
+    Malformed(&'static str),
+    /// A group of namespaces stays in transition.
+    #[error("NVMe/TCP: the access state of a namespace is in transition for too long; see the target")]
+    AnaTransition,
+    /// The controller has asked for a reset, or the user has.
+    #[error("NVMe/TCP: the controller is being reset")]
+    Reset,
+    /// No memory for the admin queue.
+    #[error("NVMe/TCP: no memory for the admin queue")]
+    Memory,
+    /// The user has removed it.
+    #[error("NVMe/TCP: is being disconnected; open it again")]
+    Removed,
+}
+
+impl FabricsHostError {
+    /// Whether a later attempt would fail in the same way.
+    pub fn is_final(self) -> bool {
+        match self {
+            FabricsHostError::Command { status, .. } => status.is_final(),
+            FabricsHostError::Authentication | FabricsHostError::Removed | FabricsHostError::NoCommandSet => true,
+            _ => false,
+        }
+    }
+}

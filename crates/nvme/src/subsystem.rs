@@ -1,0 +1,269 @@
+//! A subsystem over fabrics: which hosts may connect, and the controllers of their associations.
+//!
+//! Each association, of a discovery service too, has a controller of its own, which ends with it. A host may name the
+//! controller of its earlier association in a Connect: that association is ended first, so the host knows that none of
+//! its commands is executed any more.
+//!
+//! Owned by the control path of an export. It has no connections and no clock.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::Arc;
+
+use crate::fabrics::{
+    ANY_CONTROLLER, CONNECT_BYTES, ConnectCommand, ConnectData, DISCOVERY_NQN, InvalidParameter, Nqn, fabrics_status,
+};
+use crate::{ConnectedQueue, Controller, ControllerOptions, DiscoveryLog, FabricsOptions, NamespaceTable, NvmeStatus};
+
+/// Offsets of fields of a Connect command.
+const QID_AT: u16 = 42;
+const SQSIZE_AT: u16 = 44;
+/// Offsets of fields of its data.
+const HOST_ID_AT: u16 = 0;
+const CONTROLLER_ID_AT: u16 = 16;
+const SUBSYSTEM_AT: u16 = 256;
+const HOST_AT: u16 = 512;
+
+/// Options of a subsystem.
+#[derive(Clone, Debug)]
+pub struct SubsystemOptions {
+    /// Its name.
+    pub nqn: Nqn,
+    /// Hosts that may connect; unset for any.
+    pub hosts: Option<Vec<Nqn>>,
+    /// Properties of its I/O controllers. The controller identifier is that of the first one.
+    pub controller: ControllerOptions,
+    /// Maximum associations.
+    pub controllers_max: u16,
+    /// Maximum entries of an admin queue.
+    pub admin_entries: u16,
+    /// The discovery log.
+    pub discovery: DiscoveryLog,
+}
+
+/// The association of a host.
+#[derive(Debug)]
+pub struct FabricsAssociation {
+    /// Its controller.
+    pub controller: Controller,
+    host: Nqn,
+    host_id: [u8; 16],
+    is_discovery: bool,
+}
+
+impl FabricsAssociation {
+    /// The host.
+    pub fn host(&self) -> &Nqn {
+        &self.host
+    }
+
+    /// Whether the controller is one of the discovery service.
+    pub fn is_discovery(&self) -> bool {
+        self.is_discovery
+    }
+}
+
+/// Why a Connect is refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ConnectRefusal {
+    /// Status of the command.
+    pub status: NvmeStatus,
+    /// Its result.
+    pub result: u64,
+}
+
+impl ConnectRefusal {
+    fn field(offset: u16, in_data: bool) -> ConnectRefusal {
+        let result = InvalidParameter { offset, in_data }.result();
+        ConnectRefusal { status: fabrics_status::INVALID_PARAMETERS.with_dnr(), result }
+    }
+}
+
+impl From<NvmeStatus> for ConnectRefusal {
+    fn from(status: NvmeStatus) -> ConnectRefusal {
+        ConnectRefusal { status, result: 0 }
+    }
+}
+
+impl From<InvalidParameter> for ConnectRefusal {
+    fn from(parameter: InvalidParameter) -> ConnectRefusal {
+        ConnectRefusal::field(parameter.offset, parameter.in_data)
+    }
+}
+
+/// What a valid Connect leads to.
+#[derive(Debug)]
+pub enum Connected {
+    /// A new association: its controller identifier is the result of the command.
+    Admin(u16),
+    /// An I/O queue of this controller, whose identifier is the result.
+    Io(u16, ConnectedQueue),
+    /// The association of this controller is to be ended and [removed](FabricsSubsystem::remove), and then the Connect
+    /// is to be tried again.
+    Replaces(u16),
+}
+
+/// A subsystem and its associations.
+#[derive(Debug)]
+pub struct FabricsSubsystem {
+    options: SubsystemOptions,
+    discovery: Nqn,
+    log: Arc<DiscoveryLog>,
+    namespaces: NamespaceTable,
+    /// By controller identifier.
+    associations: BTreeMap<u16, FabricsAssociation>,
+    /// Distance of the next controller identifier from the first one.
+    next: u16,
+}
+
+impl FabricsSubsystem {
+    /// Controller identifiers of a subsystem: from the one of its options on.
+    pub const CONTROLLER_IDS: u16 = 1000;
+
+    /// A subsystem without associations.
+    ///
+    /// # Panics
+    /// If the options allow no association or too many.
+    pub fn new(options: SubsystemOptions, namespaces: NamespaceTable) -> FabricsSubsystem {
+        assert!((1..=FabricsSubsystem::CONTROLLER_IDS).contains(&options.controllers_max), "{options:?}");
+        let Some(discovery) = Nqn::new(DISCOVERY_NQN) else { unreachable!("it is a name") };
+        let log = Arc::new(options.discovery.clone());
+        FabricsSubsystem { options, discovery, log, namespaces, associations: BTreeMap::new(), next: 0 }
+    }
+
+    /// Its options.
+    pub fn options(&self) -> &SubsystemOptions {
+        &self.options
+    }
+
+    /// The associations, by controller identifier.
+    pub fn associations(&self) -> impl Iterator<Item = (u16, &FabricsAssociation)> {
+        self.associations.iter().map(|(id, association)| (*id, association))
+    }
+
+    /// The association of a controller.
+    pub fn association(&mut self, id: u16) -> Option<&mut FabricsAssociation> {
+        self.associations.get_mut(&id)
+    }
+
+    /// Removes an association, whose queues are stopped.
+    pub fn remove(&mut self, id: u16) {
+        self.associations.remove(&id);
+    }
+
+    /// Replaces the discovery log of later associations.
+    pub fn set_discovery(&mut self, log: DiscoveryLog) {
+        self.log = Arc::new(log);
+    }
+
+    /// Replaces the namespaces.
+    pub fn set_namespaces(&mut self, namespaces: &NamespaceTable) {
+        self.namespaces = namespaces.clone();
+        for association in self.associations.values_mut().filter(|association| !association.is_discovery) {
+            association.controller.set_namespaces(namespaces.clone());
+        }
+    }
+
+    /// Handles a Connect. The first invalid field determines the status.
+    ///
+    /// # Errors
+    /// See [`ConnectRefusal`].
+    pub fn connect(&mut self, command: &ConnectCommand, data: &[u8], now_ns: u64) -> Result<Connected, ConnectRefusal> {
+        let data: &[u8; CONNECT_BYTES] = data.try_into().map_err(|_| NvmeStatus::INVALID_DATA_SGL_LENGTH.with_dnr())?;
+        let data = ConnectData::parse(data)?;
+        let is_discovery = data.subsystem == self.discovery;
+        if !is_discovery && data.subsystem != self.options.nqn {
+            return Err(ConnectRefusal::field(SUBSYSTEM_AT, true));
+        }
+        // The discovery service is open to all: it tells no host what it may not use.
+        let is_allowed = self.options.hosts.as_ref().is_none_or(|hosts| hosts.contains(&data.host));
+        if !is_discovery && !is_allowed {
+            let ConnectRefusal { result, .. } = ConnectRefusal::field(HOST_AT, true);
+            return Err(ConnectRefusal { status: fabrics_status::INVALID_HOST.with_dnr(), result });
+        }
+        let entries_max = match command.qid {
+            0 => self.options.admin_entries,
+            _ => self.options.controller.queue_entries,
+        };
+        if command.sq_size == 0 || command.sq_size >= entries_max {
+            return Err(ConnectRefusal::field(SQSIZE_AT, false));
+        }
+        if command.qid == 0 {
+            self.connect_admin(command, data, is_discovery, now_ns)
+        } else {
+            self.connect_io(command.qid, &data, is_discovery)
+        }
+    }
+
+    fn connect_admin(
+        &mut self,
+        command: &ConnectCommand,
+        data: ConnectData,
+        is_discovery: bool,
+        now_ns: u64,
+    ) -> Result<Connected, ConnectRefusal> {
+        let first = self.options.controller.controller_id;
+        let id = if data.controller_id == ANY_CONTROLLER {
+            if self.associations.len() >= usize::from(self.options.controllers_max) {
+                return Err(fabrics_status::CONTROLLER_BUSY.into());
+            }
+            let ids = FabricsSubsystem::CONTROLLER_IDS;
+            let free = (0..ids).map(|step| (self.next + step) % ids);
+            let free = free.clone().find(|place| !self.associations.contains_key(&(first + place)));
+            let Some(place) = free else { return Err(fabrics_status::CONTROLLER_BUSY.into()) };
+            self.next = (place + 1) % ids;
+            first + place
+        } else {
+            let id = data.controller_id;
+            if !(first..first + FabricsSubsystem::CONTROLLER_IDS).contains(&id) {
+                return Err(ConnectRefusal::field(CONTROLLER_ID_AT, true));
+            }
+            match self.associations.get(&id) {
+                Some(known) if known.host == data.host && known.host_id == data.host_id => {
+                    return Ok(Connected::Replaces(id));
+                }
+                Some(_) => return Err(fabrics_status::CONTROLLER_BUSY.into()),
+                None if self.associations.len() >= usize::from(self.options.controllers_max) => {
+                    return Err(fabrics_status::CONTROLLER_BUSY.into());
+                }
+                None => id,
+            }
+        };
+        let controller = self.new_controller(id, is_discovery, command.keep_alive_ms, now_ns);
+        let controller = controller.map_err(|_| NvmeStatus::INTERNAL)?;
+        let ConnectData { host, host_id, .. } = data;
+        self.associations.insert(id, FabricsAssociation { controller, host, host_id, is_discovery });
+        Ok(Connected::Admin(id))
+    }
+
+    fn new_controller(&self, id: u16, is_discovery: bool, keep_alive_ms: u32, now_ns: u64) -> io::Result<Controller> {
+        let options = self.options.controller.clone();
+        let in_capsule = options.fabrics.as_ref().map_or(0, |fabrics| fabrics.in_capsule);
+        let discovery = is_discovery.then(|| Arc::clone(&self.log));
+        let subsystem = if is_discovery { &self.discovery } else { &self.options.nqn };
+        let options = ControllerOptions {
+            controller_id: id,
+            subsystem: subsystem.as_str().to_owned(),
+            fabrics: Some(FabricsOptions { in_capsule, discovery }),
+            ..options
+        };
+        let namespaces = if is_discovery { NamespaceTable::new(1) } else { self.namespaces.clone() };
+        Controller::over_fabrics(options, namespaces, keep_alive_ms, now_ns)
+    }
+
+    fn connect_io(&mut self, qid: u16, data: &ConnectData, is_discovery: bool) -> Result<Connected, ConnectRefusal> {
+        let id = data.controller_id;
+        let known = self.associations.get_mut(&id).filter(|known| known.is_discovery == is_discovery);
+        let Some(association) = known else { return Err(ConnectRefusal::field(CONTROLLER_ID_AT, true)) };
+        if association.host != data.host {
+            return Err(ConnectRefusal::field(HOST_AT, true));
+        }
+        if association.host_id != data.host_id {
+            return Err(ConnectRefusal::field(HOST_ID_AT, true));
+        }
+        if is_discovery || qid > association.controller.queues_granted() {
+            return Err(ConnectRefusal::field(QID_AT, false));
+        }
+        Ok(Connected::Io(id, association.controller.connect_queue(qid)?))
+    }
+}

@@ -1,0 +1,419 @@
+//! Target's side from the first byte of a connection: Connect on an admin queue, then on an I/O queue, whose commands
+//! become bios of a device in memory.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use blkyard_mem::{Region, RegionTable};
+use blkyard_mq::{Bio, DeviceInfo, Op, QueueLimits, Status};
+use blkyard_nvme::fabrics::{
+    ANY_CONTROLLER, CONNECT_BYTES, ConnectCommand, ConnectData, FabricsCommand, Nqn, PropertySize, fabrics_status,
+};
+use blkyard_nvme::registers::{CC, ControllerConfig};
+use blkyard_nvme::tcp::{
+    SendList, SendPiece, TcpAdminEvent, TcpAdminQueue, TcpDataMemory, TcpEnd, TcpIoQueue, TcpIoQueueOptions,
+    TcpTargetOptions,
+};
+use blkyard_nvme::{
+    AdminCompletion, Connected, ControllerOptions, Cqe, DiscoveryLog, FabricsOptions, FabricsSubsystem, NamespaceTable,
+    NextBio, NvmeStatus, Psdt, ServedNamespace, Sqe, SubsystemOptions, io,
+};
+use blkyard_wire::nvme_tcp::{DataLimits, Framing, H2cData, IcReq, Pdu, PduEvent, PduReader, PduSender};
+
+const NAME: &str = "nqn.2026-11.test:disk";
+const DISK_BYTES: usize = 1 << 20;
+const IN_CAPSULE: u64 = 0x01 << 56;
+const TRANSPORT: u64 = 0x5a << 56;
+const OPTIONS: TcpTargetOptions = TcpTargetOptions {
+    slots: 1,
+    segments_max: 1,
+    in_capsule: 8192,
+    maxh2cdata: 128 << 10,
+    header_digest: true,
+    data_digest: true,
+    alignment: 0,
+};
+const QUEUE: TcpIoQueueOptions = TcpIoQueueOptions {
+    entries: 16,
+    has_flow_control: true,
+    in_capsule: 8192,
+    transfer_bytes: 64 << 10,
+    pool_bytes: 64 << 10,
+};
+
+fn subsystem() -> FabricsSubsystem {
+    let controller = ControllerOptions {
+        controller_id: 1,
+        queue_entries: 128,
+        vectors: 1,
+        transfer_bytes: 64 << 10,
+        fabrics: Some(FabricsOptions { in_capsule: 8192, discovery: None }),
+        ..ControllerOptions::default()
+    };
+    let nqn = Nqn::new(NAME).unwrap();
+    let discovery = DiscoveryLog::new(1, &[]);
+    let options = SubsystemOptions { nqn, hosts: None, controller, controllers_max: 8, admin_entries: 32, discovery };
+    let limits =
+        QueueLimits { discard_sectors_max: 1 << 20, write_zeroes_sectors_max: 1 << 20, ..QueueLimits::default() };
+    let capacity_sectors = DISK_BYTES as u64 / 512;
+    let info = DeviceInfo { capacity_sectors, limits, volatile_cache: true, ..DeviceInfo::default() };
+    let mut table = NamespaceTable::new(2);
+    table.set(1, ServedNamespace::new(1, 0, &info));
+    FabricsSubsystem::new(options, table)
+}
+
+fn connect_pdu(qid: u16, entries: u16, id: u16) -> Vec<u8> {
+    let connect = ConnectCommand { qid, sq_size: entries - 1, no_flow_control: false, keep_alive_ms: 0 };
+    let sqe = FabricsCommand::Connect(connect).sqe().with_cid(7);
+    let sqe = sqe.with_data(Psdt::Sgl, [0, IN_CAPSULE + CONNECT_BYTES as u64]);
+    let nqn = Nqn::new(NAME).unwrap();
+    let mut data = [0; CONNECT_BYTES];
+    ConnectData { host_id: [1; 16], controller_id: id, subsystem: nqn.clone(), host: nqn }.write(&mut data);
+    let pdu = Pdu::CapsuleCmd { sqe: sqe.0, len: CONNECT_BYTES as u32 }.encode(Framing::PLAIN);
+    [pdu.bytes(), &data].concat()
+}
+
+fn parse(reader: &mut PduReader, mut bytes: &[u8]) -> (Vec<Pdu>, Vec<u8>) {
+    let (mut pdus, mut data) = (Vec::new(), Vec::new());
+    while let Some(event) = reader.next(&mut bytes).unwrap() {
+        match event {
+            PduEvent::Header(pdu) => pdus.push(pdu),
+            PduEvent::Data(piece) => data.extend_from_slice(piece),
+            PduEvent::DataEnd { .. } => {}
+        }
+    }
+    (pdus, data)
+}
+
+fn bytes_of(list: &SendList, memory: &RegionTable) -> Vec<u8> {
+    let piece = |piece: SendPiece<'_>| match piece {
+        SendPiece::Bytes(bytes) => bytes.to_vec(),
+        SendPiece::Data(segment) => {
+            let mut bytes = vec![0; segment.len as usize];
+            memory.resolve_region(segment).unwrap().copy_to_slice(&mut bytes);
+            bytes
+        }
+    };
+    list.pieces().flat_map(piece).collect()
+}
+
+/// A connection without a queue yet.
+struct Fresh {
+    queue: TcpAdminQueue,
+    reader: PduReader,
+}
+
+impl Fresh {
+    fn new() -> Fresh {
+        let reader = PduReader::new(PduSender::Controller, DataLimits { in_capsule: 0, h2c: 0 });
+        let mut fresh = Fresh { queue: TcpAdminQueue::new(OPTIONS).unwrap(), reader };
+        let request = Pdu::IcReq(IcReq { alignment: 0, header_digest: false, data_digest: false, maxr2t: 0 });
+        assert_eq!(fresh.events(request.encode(Framing::PLAIN).bytes()), [TcpAdminEvent::Started]);
+        assert!(matches!(fresh.answers().0[..], [Pdu::IcResp(_)]));
+        fresh.reader.start(Framing::PLAIN);
+        fresh
+    }
+
+    fn events(&mut self, mut bytes: &[u8]) -> Vec<TcpAdminEvent> {
+        std::iter::from_fn(|| self.queue.receive(&mut bytes)).collect()
+    }
+
+    fn answers(&mut self) -> (Vec<Pdu>, Vec<u8>) {
+        let mut list = SendList::new(64);
+        let mut bytes = Vec::new();
+        while let Some(number) = self.queue.fill(&mut list) {
+            bytes.extend(bytes_of(&list, self.queue.memory()));
+            list.clear();
+            self.queue.sent(number);
+            assert_eq!(self.events(&[]), []);
+        }
+        parse(&mut self.reader, &bytes)
+    }
+
+    /// Receives a Connect, and returns its slot and the outcome.
+    fn connect(&mut self, target: &mut FabricsSubsystem, bytes: &[u8]) -> (u16, Connected) {
+        let events = self.events(bytes);
+        let [TcpAdminEvent::Command { slot, sqe, data, .. }] = &events[..] else { panic!("{events:?}") };
+        let FabricsCommand::Connect(command) = FabricsCommand::parse(sqe).unwrap() else { panic!("{sqe:?}") };
+        (*slot, target.connect(&command, data, 0).unwrap())
+    }
+}
+
+struct Rig {
+    queue: TcpIoQueue,
+    reader: PduReader,
+    disk: Arc<Region>,
+    /// Bios that the device has, by slot.
+    out: BTreeMap<u16, Box<Bio>>,
+    is_held: bool,
+    seen: Vec<(Op, u64, u32)>,
+}
+
+impl Rig {
+    fn new() -> Rig {
+        let mut target = subsystem();
+        let mut admin = Fresh::new();
+        let (slot, connected) = admin.connect(&mut target, &connect_pdu(0, 32, ANY_CONTROLLER));
+        let Connected::Admin(id) = connected else { panic!("{connected:?}") };
+        admin.queue.open(32, 4096).unwrap();
+        let status = NvmeStatus::SUCCESS;
+        admin.queue.complete(AdminCompletion { slot, status, result: id.into(), data: Vec::new() });
+        let (pdus, _) = admin.answers();
+        assert!(matches!(pdus[..], [Pdu::CapsuleResp(cqe)] if Cqe(cqe).result() == 1), "{pdus:?}");
+        let config =
+            ControllerConfig { enabled: true, sq_entry_shift: 6, cq_entry_shift: 4, ..ControllerConfig::default() };
+        let controller = &mut target.association(id).unwrap().controller;
+        controller.set_property(PropertySize::Four, CC as u32, config.bits().into()).unwrap();
+
+        let mut fresh = Fresh::new();
+        let (slot, connected) = fresh.connect(&mut target, &connect_pdu(1, QUEUE.entries, id));
+        let Connected::Io(id, connected) = connected else { panic!("{connected:?}") };
+        let bytes = TcpIoQueue::memory_bytes(&QUEUE);
+        let regions = vec![Region::anonymous(4096).unwrap(), Region::anonymous(4096 + bytes as usize).unwrap()];
+        let memory = TcpDataMemory { table: Arc::new(RegionTable::new(regions)), region: 1, offset: 4096, bytes };
+        let Fresh { queue, reader } = fresh;
+        let mut queue = TcpIoQueue::new(queue.into_queue(), connected, QUEUE, memory);
+        queue.accept(slot, id);
+        let disk = Region::anonymous(DISK_BYTES).unwrap();
+        let mut rig = Rig { queue, reader, disk, out: BTreeMap::new(), is_held: false, seen: Vec::new() };
+        assert_eq!(rig.statuses(), [(7, NvmeStatus::SUCCESS)]);
+        rig
+    }
+
+    fn receive(&mut self, mut bytes: &[u8]) {
+        self.queue.receive(&mut bytes);
+        assert!(bytes.is_empty(), "{} bytes wait", bytes.len());
+        self.run();
+    }
+
+    /// Fetches all bios, and completes them unless the device holds them back.
+    fn run(&mut self) {
+        loop {
+            let mut bio = Box::new(Bio::default());
+            match self.queue.fetch(&mut bio) {
+                NextBio::Unavailable => break,
+                NextBio::Without => {}
+                NextBio::Bio(slot) => {
+                    self.seen.push((bio.op, bio.sector, bio.sectors));
+                    let is_expanding = bio.op == Op::Discard;
+                    assert!(self.out.insert(slot, bio).is_none() || is_expanding);
+                    if is_expanding && !self.is_held {
+                        self.finish(slot);
+                    }
+                }
+            }
+        }
+        while let Some(slot) = self.out.keys().next().copied().filter(|_| !self.is_held) {
+            self.finish(slot);
+        }
+    }
+
+    fn finish(&mut self, slot: u16) {
+        let bio = self.out.remove(&slot).unwrap();
+        let mut at = bio.sector * 512;
+        for segment in &bio.segments {
+            let memory = self.queue.memory().table.resolve_region(*segment).unwrap();
+            let disk = self.disk.span(at, memory.len()).unwrap();
+            if bio.op == Op::Read {
+                memory.copy_from(&disk);
+            } else {
+                disk.copy_from(&memory);
+            }
+            at += u64::from(segment.len);
+        }
+        self.queue.end(slot, Status::Ok);
+    }
+
+    fn answers(&mut self) -> (Vec<Pdu>, Vec<u8>) {
+        let mut list = SendList::new(64);
+        let mut bytes = Vec::new();
+        while let Some(number) = self.queue.fill(&mut list) {
+            bytes.extend(bytes_of(&list, &self.queue.memory().table));
+            list.clear();
+            self.queue.sent(number);
+            self.queue.receive(&mut &[][..]);
+            self.run();
+        }
+        parse(&mut self.reader, &bytes)
+    }
+
+    fn statuses(&mut self) -> Vec<(u16, NvmeStatus)> {
+        let cqes = self.answers().0.into_iter().filter_map(|pdu| match pdu {
+            Pdu::CapsuleResp(cqe) => Some(Cqe(cqe)),
+            _ => None,
+        });
+        cqes.map(|cqe| (cqe.cid(), cqe.status())).collect()
+    }
+}
+
+fn blocks(opcode: u8, cid: u16, block: u64, bytes: u32, kind: u64) -> Sqe {
+    let sqe = Sqe::with_blocks(opcode, 1, block, bytes / 512, 0).with_cid(cid);
+    sqe.with_data(Psdt::Sgl, [0, kind + u64::from(bytes)])
+}
+
+fn pdu(sqe: Sqe, data: &[u8]) -> Vec<u8> {
+    let pdu = Pdu::CapsuleCmd { sqe: sqe.0, len: data.len() as u32 }.encode(Framing::PLAIN);
+    [pdu.bytes(), data].concat()
+}
+
+fn h2c(r2t: blkyard_wire::nvme_tcp::R2t, data: &[u8]) -> Vec<u8> {
+    let header = H2cData { cccid: r2t.cccid, ttag: r2t.ttag, offset: 0, len: data.len() as u32, is_last: true };
+    [Pdu::H2cData(header).encode(Framing::PLAIN).bytes(), data].concat()
+}
+
+fn pattern(bytes: usize, seed: u8) -> Vec<u8> {
+    (0..bytes).map(|at| (at / 512) as u8 ^ seed ^ at as u8).collect()
+}
+
+#[test]
+fn data_in_capsules_and_by_transfer_is_written_and_read() {
+    let mut rig = Rig::new();
+    // In the capsule, by transfer into the memory of the slot, and into the pool.
+    for (cid, bytes) in [(1, 4096), (2, 8192), (3, 12288), (4, 64 << 10)] {
+        let data = pattern(bytes, cid as u8);
+        let len = bytes as u32;
+        if bytes <= 8192 {
+            rig.receive(&pdu(blocks(io::WRITE, cid, 64, len, IN_CAPSULE), &data));
+            assert_eq!(rig.statuses(), [(cid, NvmeStatus::SUCCESS)]);
+        }
+        rig.receive(&pdu(blocks(io::WRITE, cid, 64, len, TRANSPORT), &[]));
+        let [Pdu::R2t(r2t)] = rig.answers().0[..] else { panic!("no R2T") };
+        assert_eq!((r2t.offset, r2t.len), (0, len));
+        rig.receive(&h2c(r2t, &data));
+        assert_eq!(rig.statuses(), [(cid, NvmeStatus::SUCCESS)]);
+        rig.receive(&pdu(blocks(io::READ, cid, 64, len, TRANSPORT), &[]));
+        let (pdus, read) = rig.answers();
+        assert!(matches!(pdus[..], [.., Pdu::C2hData(_), Pdu::CapsuleResp(_)]), "{pdus:?}");
+        assert_eq!(read, data);
+    }
+    assert_eq!(rig.queue.in_flight(), 0);
+}
+
+#[test]
+fn commands_wait_in_order_for_the_pool() {
+    let mut rig = Rig::new();
+    rig.is_held = true;
+    // The pool has room for one: the second waits, and the third behind it, but not the short one.
+    for (cid, bytes) in [(1, 64 << 10), (2, 16 << 10), (3, 64 << 10), (4, 4096)] {
+        rig.receive(&pdu(blocks(io::READ, cid, u64::from(cid) * 8, bytes, TRANSPORT), &[]));
+    }
+    assert_eq!(rig.seen, [(Op::Read, 8, 128), (Op::Read, 32, 8)]);
+    rig.is_held = false;
+    rig.run();
+    assert_eq!(
+        rig.statuses(),
+        [(1, NvmeStatus::SUCCESS), (4, NvmeStatus::SUCCESS), (2, NvmeStatus::SUCCESS), (3, NvmeStatus::SUCCESS)]
+    );
+    assert_eq!(rig.queue.in_flight(), 0);
+    // Writes that wait do not hold up the data of the first one, which is behind them in the stream.
+    let data = pattern(64 << 10, 9);
+    let both = [1, 2].map(|cid| pdu(blocks(io::WRITE, cid, 0, 64 << 10, TRANSPORT), &[])).concat();
+    rig.receive(&both);
+    for cid in [1, 2] {
+        let pdus = rig.answers().0;
+        let [Pdu::R2t(r2t)] = pdus[..] else { panic!("{pdus:?}") };
+        assert_eq!(r2t.cccid, cid);
+        rig.receive(&h2c(r2t, &data));
+        if cid == 2 {
+            assert_eq!(rig.statuses(), [(2, NvmeStatus::SUCCESS)]);
+            break;
+        }
+        let mut list = SendList::new(64);
+        let number = rig.queue.fill(&mut list).unwrap();
+        rig.queue.sent(number);
+        rig.receive(&[]);
+        let (pdus, _) = parse(&mut rig.reader, &bytes_of(&list, &rig.queue.memory().table));
+        assert!(matches!(pdus[..], [Pdu::CapsuleResp(_)]), "{pdus:?}");
+    }
+}
+
+#[test]
+fn each_invalid_command_has_its_status() {
+    let mut rig = Rig::new();
+    let read = |bytes| blocks(io::READ, 1, 0, bytes, TRANSPORT);
+    let nsid = |sqe: Sqe, nsid: u64| {
+        let mut sqe = sqe;
+        sqe.0[0] = sqe.0[0] & 0xffff_ffff | nsid << 32;
+        sqe
+    };
+    let fabrics = |command: FabricsCommand| command.sqe().with_cid(1);
+    let connect = ConnectCommand { qid: 1, sq_size: 15, no_flow_control: false, keep_alive_ms: 0 };
+    let property = FabricsCommand::PropertyGet { size: PropertySize::Four, offset: 0 };
+    let other_length = |sqe: Sqe, bytes: u64| sqe.with_data(Psdt::Sgl, [0, TRANSPORT + bytes]);
+    let flush = Sqe::new(io::FLUSH, 1).with_cid(1);
+    for (name, sqe, status) in [
+        ("beyond the end", blocks(io::READ, 1, 2041, 4096, TRANSPORT), NvmeStatus::LBA_OUT_OF_RANGE),
+        ("namespace 0", nsid(read(4096), 0), NvmeStatus::INVALID_NAMESPACE),
+        ("namespace 3", nsid(read(4096), 3), NvmeStatus::INVALID_NAMESPACE),
+        ("inactive namespace", nsid(read(4096), 2), NvmeStatus::INVALID_FIELD),
+        ("longer than MDTS", read((64 << 10) + 512), NvmeStatus::INVALID_FIELD),
+        ("short buffer", other_length(read(4096), 4095), NvmeStatus::INVALID_DATA_SGL_LENGTH),
+        // CVE-2026-80789.
+        ("4 GiB for a page", other_length(read(4096), 0xffff_ffff), NvmeStatus::INVALID_DATA_SGL_LENGTH),
+        ("data of a flush", other_length(flush, 512), NvmeStatus::INVALID_DATA_SGL_LENGTH),
+        ("Compare", blocks(io::COMPARE, 1, 0, 4096, TRANSPORT), NvmeStatus::INVALID_OPCODE),
+        ("Verify", other_length(blocks(io::VERIFY, 1, 0, 4096, 0), 0), NvmeStatus::INVALID_OPCODE),
+        ("unknown opcode", other_length(blocks(0x99, 1, 0, 4096, 0), 0), NvmeStatus::INVALID_OPCODE),
+        ("second Connect", fabrics(FabricsCommand::Connect(connect)), NvmeStatus::COMMAND_SEQUENCE),
+        ("property on an I/O queue", fabrics(property), fabrics_status::INVALID_QUEUE_TYPE),
+        ("Disconnect", fabrics(FabricsCommand::Disconnect), NvmeStatus::INVALID_OPCODE),
+    ] {
+        rig.receive(&pdu(sqe, &[]));
+        assert_eq!(rig.statuses(), [(1, status.with_dnr())], "{name}");
+    }
+    let read_with_data = blocks(io::READ, 1, 0, 512, IN_CAPSULE);
+    rig.receive(&pdu(read_with_data, &[0; 512]));
+    assert_eq!(rig.statuses(), [(1, NvmeStatus::INVALID_FIELD.with_dnr())]);
+    assert_eq!((rig.seen.len(), rig.queue.in_flight()), (0, 0));
+}
+
+#[test]
+fn flushes_and_ranges_become_bios() {
+    let mut rig = Rig::new();
+    let flush = |nsid: u32| Sqe::new(io::FLUSH, nsid).with_cid(1).with_data(Psdt::Sgl, [0, TRANSPORT]);
+    for nsid in [1, u32::MAX] {
+        rig.receive(&pdu(flush(nsid), &[]));
+        assert_eq!(rig.statuses(), [(1, NvmeStatus::SUCCESS)]);
+    }
+    assert_eq!(rig.seen, [(Op::Flush, 0, 0), (Op::Flush, 0, 0)]);
+    let zeroes = Sqe::with_blocks(io::WRITE_ZEROES, 1, 8, 8, 0).with_cid(2).with_data(Psdt::Sgl, [0, TRANSPORT]);
+    rig.receive(&pdu(zeroes, &[]));
+    assert_eq!((rig.statuses(), rig.seen.pop()), (vec![(2, NvmeStatus::SUCCESS)], Some((Op::WriteZeroes, 8, 8))));
+    let ranges = [(0_u32, 8_u32, 64_u64), (0, 16, 128)];
+    let data: Vec<u8> = ranges
+        .iter()
+        .flat_map(|(flags, blocks, slba)| {
+            [&flags.to_le_bytes()[..], &blocks.to_le_bytes(), &slba.to_le_bytes()].concat()
+        })
+        .collect();
+    let with_data = |sqe: Sqe| sqe.with_cid(3).with_data(Psdt::Sgl, [0, IN_CAPSULE + data.len() as u64]);
+    rig.receive(&pdu(with_data(Sqe::deallocate(1, 2)), &data));
+    assert_eq!(rig.statuses(), [(3, NvmeStatus::SUCCESS)]);
+    assert_eq!(rig.seen[2..], [(Op::Discard, 128, 16), (Op::Discard, 64, 8)]);
+    // A hint only.
+    let mut hint = Sqe::deallocate(1, 2);
+    hint.0[5] &= 0xffff_ffff;
+    rig.receive(&pdu(with_data(hint), &data));
+    assert_eq!((rig.statuses(), rig.seen.len()), (vec![(3, NvmeStatus::SUCCESS)], 4));
+}
+
+#[test]
+fn commands_of_a_closed_connection_are_not_executed() {
+    let mut rig = Rig::new();
+    rig.is_held = true;
+    rig.receive(&pdu(blocks(io::READ, 1, 0, 4096, TRANSPORT), &[]));
+    assert_eq!(rig.queue.bios_out(), 1);
+    // One with its data, one that waits for it, and one that waits for the pool.
+    let mut bytes = pdu(blocks(io::WRITE, 2, 0, 4096, IN_CAPSULE), &[7; 4096]);
+    bytes.extend(pdu(blocks(io::WRITE, 3, 0, 64 << 10, TRANSPORT), &[]));
+    bytes.extend(pdu(blocks(io::WRITE, 4, 0, 64 << 10, TRANSPORT), &[]));
+    rig.queue.receive(&mut &bytes[..]);
+    assert!(rig.queue.has_ready());
+    rig.queue.abandon(TcpEnd::Closed);
+    rig.run();
+    assert_eq!(rig.seen, [(Op::Read, 0, 8)], "only what the device had already");
+    rig.is_held = false;
+    rig.run();
+    rig.queue.receive(&mut &[][..]);
+    assert_eq!((rig.queue.bios_out(), rig.queue.in_flight(), rig.answers().0.len()), (0, 0, 0));
+}
