@@ -1,14 +1,12 @@
 //! A device with a bottleneck: every command passes a serial stage, one at a time, and then takes a further time, in
 //! parallel with others. The stage sets its ceiling, the sum of both its latency.
 //!
-//! Owned by the simulation, which delivers its events. It moves no data and never fails. Queues with commands get the
-//! stage in turn, as in NVMe's default arbitration (Base 2.0c, 3.4.4).
+//! Owned by the simulation, which delivers its events, fetches commands and posts completions: here is only the time
+//! they take. It never fails. Queues with commands get the stage in turn, as in NVMe's default arbitration (Base 2.0c,
+//! 3.4.4).
 
 use std::collections::VecDeque;
 
-use blkyard_mq::Status;
-
-use crate::pair::{DeviceEnd, HostEnd, PairCompletion, queue_pair};
 use crate::{Events, Rng};
 
 /// Parameters of a device.
@@ -53,7 +51,7 @@ pub enum DeviceEvent {
         /// By its queue.
         queue: usize,
         /// And its id.
-        cid: u32,
+        id: u32,
     },
 }
 
@@ -62,59 +60,45 @@ pub enum DeviceEvent {
 pub struct ModelDevice {
     model: DeviceModel,
     rng: Rng,
-    queues: Vec<ModelQueue>,
+    /// Ids that wait for the stage, by queue.
+    queues: Vec<VecDeque<u32>>,
     /// Command in the serial stage: queue and id.
     staged: Option<(usize, u32)>,
     /// Queue that is next for the stage.
     turn: usize,
 }
 
-#[derive(Debug)]
-struct ModelQueue {
-    end: DeviceEnd,
-    /// Ids that wait for the stage.
-    waiting: VecDeque<u32>,
-}
-
 impl ModelDevice {
-    /// A device without queues.
-    pub fn new(model: DeviceModel, seed: u64) -> ModelDevice {
-        ModelDevice { model, rng: Rng::new(seed), queues: Vec::new(), staged: None, turn: 0 }
+    /// A device with `queues` queues.
+    pub fn new(model: DeviceModel, queues: usize, seed: u64) -> ModelDevice {
+        let queues = (0..queues).map(|_| VecDeque::with_capacity(model.ring_entries)).collect();
+        ModelDevice { model, rng: Rng::new(seed), queues, staged: None, turn: 0 }
     }
 
-    /// Makes one more queue pair; queues are numbered as they are made.
-    pub fn open_queue(&mut self) -> HostEnd {
-        let (host, end) = queue_pair(self.model.ring_entries);
-        self.queues.push(ModelQueue { end, waiting: VecDeque::with_capacity(self.model.ring_entries) });
-        host
-    }
-
-    /// The doorbell of a queue was written.
-    pub fn doorbell<E: From<DeviceEvent>>(&mut self, queue: usize, events: &mut Events<E>) {
-        let ModelQueue { end, waiting } = &mut self.queues[queue];
-        while let Some(command) = end.command() {
-            waiting.push_back(command.cid);
-        }
+    /// Commands were fetched from a queue. Their ids are chosen by the caller.
+    pub fn submit<E: From<DeviceEvent>>(
+        &mut self,
+        queue: usize,
+        ids: impl IntoIterator<Item = u32>,
+        events: &mut Events<E>,
+    ) {
+        self.queues[queue].extend(ids);
         self.stage(events);
     }
 
-    /// One of its events is due. Returns the queue if a completion was posted to it, which is when a device would
-    /// interrupt.
-    pub fn handle<E: From<DeviceEvent>>(&mut self, event: DeviceEvent, events: &mut Events<E>) -> Option<usize> {
+    /// One of its events is due. Returns queue and id of a command that is done.
+    pub fn handle<E: From<DeviceEvent>>(&mut self, event: DeviceEvent, events: &mut Events<E>) -> Option<(usize, u32)> {
         match event {
             DeviceEvent::StageOver => {
-                if let Some((queue, cid)) = self.staged.take() {
+                if let Some((queue, id)) = self.staged.take() {
                     let jitter_ns = self.rng.normal(self.model.jitter_ns);
                     let rest_ns = self.model.parallel_ns.saturating_add_signed(jitter_ns);
-                    events.after(rest_ns, DeviceEvent::Done { queue, cid });
+                    events.after(rest_ns, DeviceEvent::Done { queue, id });
                 }
                 self.stage(events);
                 None
             }
-            DeviceEvent::Done { queue, cid } => {
-                self.queues[queue].end.complete(PairCompletion { cid, status: Status::Ok });
-                Some(queue)
-            }
+            DeviceEvent::Done { queue, id } => Some((queue, id)),
         }
     }
 
@@ -125,8 +109,8 @@ impl ModelDevice {
         }
         let count = self.queues.len();
         for queue in (0..count).map(|step| (self.turn + step) % count) {
-            if let Some(cid) = self.queues[queue].waiting.pop_front() {
-                self.staged = Some((queue, cid));
+            if let Some(id) = self.queues[queue].pop_front() {
+                self.staged = Some((queue, id));
                 self.turn = (queue + 1) % count;
                 events.after(self.model.serial_ns, DeviceEvent::StageOver);
                 return;
@@ -138,32 +122,21 @@ impl ModelDevice {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Command;
 
     /// Keeps `depth` commands out in each queue for a while; returns when each ended, by queue, and how long it took.
     fn run(model: DeviceModel, seed: u64, queues: usize, depth: u32, commands: usize) -> Vec<(usize, u64, u64)> {
-        let mut device = ModelDevice::new(model, seed);
+        let mut device = ModelDevice::new(model, queues, seed);
         let mut events = Events::<DeviceEvent>::default();
-        let mut hosts: Vec<_> = (0..queues).map(|_| device.open_queue()).collect();
         let mut since = vec![vec![0; depth as usize]; queues];
-        for (queue, host) in hosts.iter_mut().enumerate() {
-            (0..depth).for_each(|cid| host.post(Command { cid, ..Command::default() }));
-            host.ring();
-            device.doorbell(queue, &mut events);
-        }
+        (0..queues).for_each(|queue| device.submit(queue, 0..depth, &mut events));
         let mut ended = Vec::new();
         while ended.len() < commands {
             let event = events.advance().unwrap();
-            let Some(queue) = device.handle(event, &mut events) else { continue };
+            let Some((queue, id)) = device.handle(event, &mut events) else { continue };
             let now_ns = events.now_ns();
-            while let Some(PairCompletion { cid, .. }) = hosts[queue].completion() {
-                let begun_ns = std::mem::replace(&mut since[queue][cid as usize], now_ns);
-                ended.push((queue, now_ns, now_ns - begun_ns));
-                hosts[queue].post(Command { cid, ..Command::default() });
-            }
-            hosts[queue].release();
-            hosts[queue].ring();
-            device.doorbell(queue, &mut events);
+            let begun_ns = std::mem::replace(&mut since[queue][id as usize], now_ns);
+            ended.push((queue, now_ns, now_ns - begun_ns));
+            device.submit(queue, [id], &mut events);
         }
         ended
     }

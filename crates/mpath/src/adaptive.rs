@@ -1,0 +1,435 @@
+//! `adaptive`: the path with the lowest expected cost of one more I/O.
+//!
+//! Each path has three learned properties. Its *base* is the mean latency without a queue, by direction and size class.
+//! Its *load* is the sum of the bases of the I/Os in flight. Its *capacity* is the load that it carries without a
+//! queue, by Little's law: load x base / latency, as FAST TCP sizes its window. The cost of one more I/O is its base
+//! times a factor: 1 on an idle path, steep near the capacity, proportional to the load beyond it. So I/O goes to the
+//! fastest path until that one is about to queue. A loaded path is drained now and then, which shows its base.
+//!
+//! A path that completes nothing for longer than its load explains (a burst, a stall, a dead peer) costs more before
+//! any latency is measured. An unused path keeps its base, and gets a probe now and then: one I/O. While another path
+//! is known, a path that was never measured gets one I/O until its first completion.
+
+use blkyard_mq::OpClass;
+
+use crate::policy::{ChoiceReason, PathChoice, PathIo, PathPolicy};
+use crate::{PATHS_MAX, PathSet};
+
+/// Directions times size classes.
+const CLASSES: usize = 6;
+/// Ends of the size classes, bytes: 8 KiB, 64 KiB, and larger.
+const SIZE_ENDS: [u32; 2] = [8 << 10, 64 << 10];
+/// I/Os in flight on a path whose latency is unknown, while another path is known.
+const UNMEASURED_MAX: u32 = 1;
+/// Samples that close a window.
+const WINDOW_SAMPLES: u32 = 32;
+/// Windows of a new path from which its base is learned at once: its first samples may be far from the mean.
+const NEW_WINDOWS: u8 = 4;
+/// Age at which a window closes with fewer, ns, and the samples that it then needs.
+const WINDOW_NS: u64 = 10_000_000;
+const WINDOW_SAMPLES_MIN: u32 = 4;
+/// Age at which any sample closes it, ns.
+const WINDOW_LATE_NS: u64 = 50_000_000;
+/// For the base, a sample counts as at most so many times the present base.
+const SAMPLE_CLIP: f32 = 8.0;
+/// Latency over base up to which a path counts as not queueing.
+const QUEUE_FREE: f32 = 1.07;
+/// Latency over base from which a path counts as slower than its base says.
+const SLOW: f32 = 1.3;
+/// Samples after which a window closes early if it is slower than that twice over.
+const SLOW_SAMPLES: u32 = 6;
+/// Growth of the capacity in a window without a queue.
+const GROWTH: f32 = 1.02;
+/// How many times fuller a path counts while it is drained.
+const DRAIN: f32 = 2.5;
+/// Samples that end it, and mean latencies after which it ends without.
+const DRAIN_SAMPLES: u32 = 16;
+const DRAIN_LATENCIES: f32 = 6.0;
+/// Share of the largest capacity up to which a load is light.
+const LIGHT: f32 = 0.5;
+/// Time between two drains of a loaded path, ns.
+const DRAIN_EVERY_NS: u64 = 100_000_000;
+/// Cost factor at the capacity.
+const FULL_COST: f32 = 8.0;
+/// Share of the cost that grows evenly with the load, so that nearly equal paths share it.
+const SPREAD: f32 = 0.15;
+/// Longest time between two probes of a path, ns.
+const PROBE_NS_MAX: u64 = 1_000_000_000;
+/// Shortest.
+const PROBE_NS_MIN: u64 = 1_000_000;
+/// Upper bound of the part of all I/O time that probes of a path take: one in so many.
+const PROBE_SHARE: f32 = 50.0;
+
+/// The policy.
+#[derive(Clone, Debug)]
+pub struct Adaptive {
+    paths: [PathEstimate; PATHS_MAX],
+    /// I/Os in flight on all paths.
+    in_flight: u32,
+    /// Time at which some path may be due for a probe.
+    probe_ns: u64,
+    /// Generation of the path set.
+    generation: u32,
+}
+
+#[derive(Clone, Debug, Default)]
+struct PathEstimate {
+    in_flight: u32,
+    /// Sum of the bases of the I/Os in flight, ns, as they were when these were submitted.
+    load: f32,
+    /// One over the capacity, 1/ns; more during a drain.
+    per_capacity: f32,
+    /// Load without a queue, ns.
+    capacity: f32,
+    /// The largest capacity of the last second, ns.
+    capacity_peak: f32,
+    /// Mean latency of the last window over the mean base; 1 if it is near that.
+    slowdown: f32,
+    /// Time of the last completion, or when the path became busy.
+    progress_ns: u64,
+    /// Time of the last choice.
+    chosen_ns: u64,
+    is_measured: bool,
+    /// Windows closed, up to 255.
+    windows: u8,
+    /// It cannot be chosen; late completions are not learned from.
+    is_lost: bool,
+    /// End of the drain, or beginning of the next one.
+    drain_ns: u64,
+    is_draining: bool,
+    /// Mean latency without a queue by class, ns; 0 if unknown.
+    base: [f32; CLASSES],
+    window: EstimateWindow,
+}
+
+/// Samples of a path since its last update.
+#[derive(Clone, Copy, Debug, Default)]
+struct EstimateWindow {
+    opened_ns: u64,
+    samples: u32,
+    /// Sums over the samples, ns.
+    base: f32,
+    latency: f32,
+    load: f32,
+    /// Number and sum of the clipped latencies by class.
+    by_class: [(u32, f32); CLASSES],
+}
+
+impl Default for Adaptive {
+    fn default() -> Self {
+        Adaptive { paths: std::array::from_fn(|_| PathEstimate::default()), in_flight: 0, probe_ns: 0, generation: 0 }
+    }
+}
+
+/// Class of an I/O: direction and size.
+#[inline]
+fn class_of(io: &PathIo) -> usize {
+    let size = SIZE_ENDS.iter().filter(|end| io.bytes > **end).count();
+    if io.class == OpClass::Read { size } else { 3 + size }
+}
+
+impl PathEstimate {
+    /// Expected latency without a queue, ns; that of another class while this one is unknown.
+    #[inline]
+    fn base_of(&self, class: usize) -> f32 {
+        let base = self.base[class];
+        if base > 0.0 { base } else { self.nearest_base(class) }
+    }
+
+    #[inline(never)]
+    fn nearest_base(&self, class: usize) -> f32 {
+        let known = (0..CLASSES).filter(|other| self.base[*other] > 0.0);
+        known.min_by_key(|other| other.abs_diff(class)).map_or(0.0, |other| self.base[other])
+    }
+
+    /// Cost of one more I/O, ns.
+    #[inline]
+    fn cost(&self, class: usize, now_ns: u64) -> f32 {
+        let base = self.base_of(class);
+        let filled = (self.load + base) * self.per_capacity;
+        let factor = if filled < 1.0 {
+            let fourth = filled * filled * filled * filled;
+            let sixteenth = fourth * fourth * fourth * fourth;
+            1.0 + SPREAD * filled + (FULL_COST - 1.0 - SPREAD) * sixteenth
+        } else {
+            FULL_COST * filled
+        };
+        base * factor.max(self.slowdown) * self.silence(now_ns)
+    }
+
+    /// How many times longer than expected the path has ended nothing; at least 1.
+    #[inline]
+    fn silence(&self, now_ns: u64) -> f32 {
+        if self.in_flight == 0 {
+            return 1.0;
+        }
+        let gap_ns = now_ns.saturating_sub(self.progress_ns) as f32;
+        // One completion each latency / in flight is expected. Sixteen such gaps in a row are no chance; completions
+        // of larger numbers may come in batches.
+        let share = self.in_flight.min(16) as f32;
+        let expected = self.load * 16.0 * self.slowdown.max(1.0);
+        // Rarely more than expected: then there is nothing to divide.
+        let (gaps, expected) = (gap_ns * share * self.in_flight as f32, expected.max(1.0));
+        if gaps <= expected { 1.0 } else { gaps / expected }
+    }
+
+    fn probe_interval_ns(&self, class: usize, in_flight: u32) -> u64 {
+        let takes_ns = self.base_of(class) * PROBE_SHARE / in_flight.max(1) as f32;
+        (takes_ns as u64).clamp(PROBE_NS_MIN, PROBE_NS_MAX)
+    }
+
+    #[inline]
+    fn begin(&mut self, weight: f32, now_ns: u64) {
+        if self.in_flight == 0 {
+            self.progress_ns = now_ns;
+            self.load = 0.0;
+        }
+        self.in_flight += 1;
+        self.load += weight;
+        self.chosen_ns = now_ns;
+    }
+
+    #[inline]
+    fn end(&mut self, weight: f32) {
+        self.in_flight = self.in_flight.saturating_sub(1);
+        self.load = (self.load - weight).max(0.0);
+    }
+
+    #[inline]
+    fn record(&mut self, class: usize, load: f32, latency_ns: f32, is_probe: bool, now_ns: u64) {
+        if !self.is_measured {
+            self.begin_measured(class, latency_ns, now_ns);
+        }
+        let mut base = self.base[class];
+        if base == 0.0 {
+            base = latency_ns;
+            self.base[class] = base;
+        }
+        if self.is_draining {
+            if now_ns >= self.drain_ns {
+                self.end_drain(now_ns);
+            } else if load > self.capacity_peak * LIGHT {
+                // It met the load that is being drained.
+                return;
+            }
+        }
+        let clipped = latency_ns.min(base * SAMPLE_CLIP);
+        let window = &mut self.window;
+        window.samples += 1;
+        window.base += base;
+        window.latency += latency_ns;
+        window.load += load;
+        let (samples, sum) = &mut window.by_class[class];
+        (*samples, *sum) = (*samples + 1, *sum + clipped);
+        let age_ns = now_ns.saturating_sub(window.opened_ns);
+        if window.samples >= WINDOW_SAMPLES
+            || (age_ns >= WINDOW_NS && window.samples >= WINDOW_SAMPLES_MIN)
+            || (window.samples >= SLOW_SAMPLES && window.latency > 2.0 * window.base)
+            || age_ns >= WINDOW_LATE_NS
+            || (self.is_draining && window.samples >= DRAIN_SAMPLES)
+            || is_probe
+        {
+            self.close(now_ns);
+        }
+    }
+
+    #[inline(never)]
+    fn begin_measured(&mut self, class: usize, latency_ns: f32, now_ns: u64) {
+        self.is_measured = true;
+        self.base[class] = latency_ns;
+        self.slowdown = 1.0;
+        self.window = EstimateWindow { opened_ns: now_ns, ..EstimateWindow::default() };
+        self.set_capacity(self.load.max(latency_ns * 2.0));
+        self.capacity_peak = self.capacity;
+    }
+
+    fn set_capacity(&mut self, capacity: f32) {
+        self.capacity = capacity.max(1.0);
+        self.per_capacity = if self.is_draining { DRAIN } else { 1.0 } / self.capacity;
+    }
+
+    /// Begins a drain of a loaded path: a short time at a part of the capacity, which shows the base, as BBR's ProbeRTT
+    /// does.
+    fn begin_drain(&mut self, latency: f32, now_ns: u64) {
+        self.is_draining = true;
+        self.drain_ns = now_ns + (latency * DRAIN_LATENCIES) as u64;
+    }
+
+    fn end_drain(&mut self, now_ns: u64) {
+        self.is_draining = false;
+        self.drain_ns = now_ns + DRAIN_EVERY_NS;
+        self.set_capacity(self.capacity);
+    }
+
+    /// Learns from the samples of a window.
+    #[inline(never)]
+    fn close(&mut self, now_ns: u64) {
+        let window = std::mem::take(&mut self.window);
+        self.window.opened_ns = now_ns;
+        let age_ns = now_ns.saturating_sub(window.opened_ns) as f32;
+        let samples = window.samples as f32;
+        let slowdown = window.latency / window.base.max(1.0);
+        let load = window.load / samples;
+        // A little more than the base is chance, or the queue that the load explains.
+        self.slowdown = if slowdown > SLOW { slowdown } else { 1.0 };
+        // Base: down at once; up at once on a path with a light load, else slowly. Small differences are mostly chance.
+        let is_new = self.windows < NEW_WINDOWS;
+        self.windows = self.windows.saturating_add(1);
+        let one = window.base / samples;
+        let is_light = is_new || load <= self.capacity_peak * LIGHT || load <= 1.5 * one;
+        let mut after = 0.0;
+        for (base, (samples, sum)) in self.base.iter_mut().zip(window.by_class) {
+            if samples == 0 {
+                continue;
+            }
+            let samples = samples as f32;
+            let mean = sum / samples;
+            let trust = (samples / (samples + 8.0)).max(0.25);
+            let change = (mean - *base) / *base;
+            let noise = change.abs().clamp(if self.is_draining || is_new { 0.5 } else { 0.05 }, 1.0);
+            let step = if change < -0.5 {
+                trust.max(0.5)
+            } else if is_light {
+                trust * noise
+            } else if change < -0.1 {
+                trust * noise * 0.5
+            } else if change < 0.0 {
+                0.0
+            } else {
+                trust * (age_ns / 1e9).min(1.0)
+            };
+            *base += (mean - *base) * step;
+            after += *base * samples;
+        }
+        // A capacity is a number of I/Os: it grows and shrinks with their base.
+        let scale = after / window.base.max(1.0);
+        // Capacity: what Little's law says of this load, and more while there is no queue.
+        let allowed = load * QUEUE_FREE / slowdown + one;
+        let capacity = if slowdown > QUEUE_FREE {
+            self.capacity + (allowed - self.capacity) * 0.25
+        } else if load < self.capacity_peak * LIGHT {
+            self.capacity.max(load * 2.0).max(load + 2.0 * one)
+        } else if load + one > self.capacity * 0.75 {
+            (self.capacity * GROWTH).max(load * 1.1).max(load + 2.0 * one)
+        } else {
+            self.capacity
+        };
+        if self.is_draining {
+            self.end_drain(now_ns);
+        } else if !is_light && now_ns >= self.drain_ns {
+            self.begin_drain(window.latency / samples, now_ns);
+        }
+        self.set_capacity(capacity.max(one) * scale);
+        let forget = (age_ns / 1e9).min(1.0);
+        let peak = self.capacity_peak * scale;
+        self.capacity_peak = (peak + (self.capacity - peak) * forget).max(self.capacity);
+    }
+}
+
+impl Adaptive {
+    /// Forgets what was learned of paths that cannot be used now: they may come back as others.
+    #[inline(never)]
+    fn forget_lost(&mut self, paths: &PathSet) {
+        self.generation = paths.generation();
+        for (path, estimate) in self.paths.iter_mut().enumerate() {
+            let PathEstimate { in_flight, load, .. } = *estimate;
+            if !paths.candidates().has(path) {
+                *estimate = PathEstimate { in_flight, load, ..PathEstimate::default() };
+            }
+            estimate.is_lost = !paths.candidates().has(path);
+        }
+    }
+
+    /// A path that is due for a probe, and the next time to look.
+    #[inline(never)]
+    fn probe(&mut self, paths: &PathSet, class: usize, now_ns: u64) -> Option<usize> {
+        self.probe_ns = now_ns + PROBE_NS_MAX;
+        let mut due = None;
+        for path in paths.candidates() {
+            let estimate = &self.paths[path];
+            if estimate.in_flight > 0 || !estimate.is_measured {
+                self.probe_ns = self.probe_ns.min(now_ns + PROBE_NS_MIN);
+                continue;
+            }
+            let at_ns = estimate.chosen_ns.saturating_add(estimate.probe_interval_ns(class, self.in_flight));
+            if at_ns <= now_ns && due.is_none() {
+                due = Some(path);
+                self.probe_ns = self.probe_ns.min(now_ns + PROBE_NS_MIN);
+            } else {
+                self.probe_ns = self.probe_ns.min(at_ns.max(now_ns + PROBE_NS_MIN));
+            }
+        }
+        due
+    }
+
+    /// The best among candidates of which some were never measured.
+    #[inline(never)]
+    fn unmeasured(&self, paths: &PathSet) -> Option<usize> {
+        let unknown = || paths.candidates().filter(|path| !self.paths[*path].is_measured);
+        let least = unknown().min_by_key(|path| self.paths[*path].in_flight)?;
+        let all_unknown = unknown().count() == paths.candidates().count();
+        (all_unknown || self.paths[least].in_flight < UNMEASURED_MAX).then_some(least)
+    }
+
+    fn best(&self, paths: &PathSet, class: usize, now_ns: u64) -> Option<(usize, ChoiceReason)> {
+        let (mut best, mut lowest, mut unmeasured) = (None, f32::INFINITY, false);
+        for path in paths.candidates() {
+            let estimate = &self.paths[path];
+            if !estimate.is_measured {
+                unmeasured = true;
+                continue;
+            }
+            let cost = estimate.cost(class, now_ns);
+            if cost < lowest {
+                (best, lowest) = (Some(path), cost);
+            }
+        }
+        if unmeasured && let Some(path) = self.unmeasured(paths) {
+            return Some((path, ChoiceReason::Unmeasured));
+        }
+        best.map(|path| (path, ChoiceReason::Best))
+    }
+}
+
+impl PathPolicy for Adaptive {
+    #[inline]
+    fn choose(&mut self, paths: &PathSet, io: &PathIo, now_ns: u64) -> Option<PathChoice> {
+        if self.generation != paths.generation() {
+            self.forget_lost(paths);
+        }
+        let class = class_of(io);
+        let (path, reason) = if let Some(only) = paths.candidates().only() {
+            (only, ChoiceReason::OnlyPath)
+        } else if now_ns >= self.probe_ns
+            && let Some(path) = self.probe(paths, class, now_ns)
+        {
+            (path, ChoiceReason::Probe)
+        } else {
+            self.best(paths, class, now_ns)?
+        };
+        let estimate = &mut self.paths[path];
+        let weight = estimate.base_of(class).max(1.0);
+        let load = estimate.load + weight;
+        estimate.begin(weight, now_ns);
+        self.in_flight += 1;
+        Some(PathChoice { class: class as u8, weight, load, ..PathChoice::new(path, reason, io, now_ns) })
+    }
+
+    #[inline]
+    fn complete(&mut self, choice: PathChoice, now_ns: u64) {
+        self.in_flight = self.in_flight.saturating_sub(1);
+        let estimate = &mut self.paths[choice.path];
+        estimate.end(choice.weight);
+        estimate.progress_ns = now_ns;
+        let latency_ns = now_ns.saturating_sub(choice.start_ns).max(1) as f32;
+        if !estimate.is_lost {
+            let is_probe = choice.reason == ChoiceReason::Probe;
+            estimate.record(usize::from(choice.class), choice.load, latency_ns, is_probe, now_ns);
+        }
+    }
+
+    fn abandon(&mut self, choice: PathChoice) {
+        self.in_flight = self.in_flight.saturating_sub(1);
+        self.paths[choice.path].end(choice.weight);
+    }
+}
