@@ -216,8 +216,8 @@ impl<S: RemoteSession> Control<S> {
                 }
             }
             DeviceCommand::Reserve(region) => self.queues.reserve(region),
-            DeviceCommand::Memory(number, memory_number, regions) => {
-                self.changed |= self.queues.set_memory(number, memory_number, regions);
+            DeviceCommand::Memory(number, memory_number, regions, is_quiesced) => {
+                self.changed |= self.queues.set_memory(number, memory_number, regions, is_quiesced);
             }
             DeviceCommand::Rested(number, quiesce) => self.queues.set_quiesced(number, quiesce),
             DeviceCommand::Fault(number, ring, fault) => {

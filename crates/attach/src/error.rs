@@ -145,6 +145,14 @@ pub enum AttachError {
         /// Cure.
         cure: String,
     },
+    /// A controller cannot be opened, or brought up.
+    #[error("{disk}: {cause}")]
+    Controller {
+        /// Name of the disk.
+        disk: String,
+        /// Cause and cure.
+        cause: String,
+    },
     /// The system gives no memory, thread or descriptor.
     #[error("{disk}: system call failed: {source}; see the limits on memory, threads and open files")]
     System {

@@ -14,8 +14,9 @@
 //! the thread that drops the disk. Only a [`Connector`] that filters them is safe; by default there is none, for
 //! trusted back-ends.
 //!
-//! [`VfioUserController`] is an NVMe controller that a vfio-user server offers: the transport of the NVMe host of crate
-//! `nvme`. It stands beside the core and uses its connectors only.
+//! [`RemoteNamespace`] is a namespace of an NVMe controller, over any [`NvmeTransport`]: the NVMe host of crate `nvme`
+//! on a control thread, and its I/O queues as drivers ([`NamespaceQueue`]). [`VfioUserController`] is such a transport.
+//! [`TcpNamespace`] is one over TCP, with sockets of the lanes.
 //!
 //! Does no file I/O and knows no `io_uring`: kicks go through the lane's way to signal eventfds.
 #![forbid(unsafe_code)]
@@ -25,6 +26,8 @@ mod control;
 mod error;
 mod left_peer;
 mod mailbox;
+mod nvme;
+mod nvme_tcp;
 mod outage;
 mod protocol;
 mod queue;
@@ -37,6 +40,9 @@ mod vhost_user;
 pub use connector::Connector;
 pub use error::{AttachError, TalkError};
 pub use mailbox::DriverQueueView;
+pub use nvme::{HostParts, NamespaceConfig, NamespaceQueue, NamespaceView, NvmeTransport, RemoteNamespace};
+pub use nvme_tcp::{TcpNamespace, TcpNamespaceConfig, TcpNamespaceQueue, TcpNamespaceView};
+pub use protocol::RemoteOptions;
 pub use queue::RemoteQueue;
 pub use remote::RemoteDisk;
 pub use shared::AttachedView;

@@ -49,8 +49,9 @@ pub(crate) enum DeviceCommand<R> {
     Open(QueueKind, Sender<Result<Opened<R>, AttachError>>),
     /// Memory that queues will use, to be announced with the next change.
     Reserve(Arc<Region>),
-    /// The memory of a queue, under this number; no request in the old memory is in flight.
-    Memory(u16, u64, Vec<Arc<Region>>),
+    /// The memory of a queue, under this number, and whether the queue is quiesced: no request is in flight, and none
+    /// is accepted before the answer.
+    Memory(u16, u64, Vec<Arc<Region>>, bool),
     /// The queue has no request in flight, and accepts none: the answer to a [`QueueCommand::Rest`] of this number.
     Rested(u16, u64),
     /// The back-end broke this ring of a queue.
@@ -123,18 +124,18 @@ impl<R> QueueMailbox<R> {
 
 /// The way to the control thread, which ends when all of these are gone.
 #[derive(Debug)]
-pub(crate) struct ControlSender<R>(Arc<SenderEnd<R>>);
+pub(crate) struct ControlSender<C>(Arc<SenderEnd<C>>);
 
 #[derive(Debug)]
-struct SenderEnd<R> {
-    commands: Option<Sender<DeviceCommand<R>>>,
+struct SenderEnd<C> {
+    commands: Option<Sender<C>>,
     wake: Arc<EventFd>,
     /// Signalled when no sender is left: ends every wait of the control thread.
     end: Arc<EventFd>,
 }
 
-impl<R> ControlSender<R> {
-    pub(crate) fn new(commands: Sender<DeviceCommand<R>>, wake: &Arc<EventFd>, end: &Arc<EventFd>) -> ControlSender<R> {
+impl<C> ControlSender<C> {
+    pub(crate) fn new(commands: Sender<C>, wake: &Arc<EventFd>, end: &Arc<EventFd>) -> ControlSender<C> {
         let (wake, end) = (Arc::clone(wake), Arc::clone(end));
         ControlSender(Arc::new(SenderEnd { commands: Some(commands), wake, end }))
     }
@@ -145,7 +146,7 @@ impl<R> ControlSender<R> {
     }
 
     /// False if the control thread is gone.
-    pub(crate) fn send(&self, command: DeviceCommand<R>) -> bool {
+    pub(crate) fn send(&self, command: C) -> bool {
         let SenderEnd { commands, wake, .. } = &*self.0;
         let sent = commands.as_ref().is_some_and(|commands| !matches!(commands.send(command), Err(SendError(_))));
         wake.signal();
@@ -153,13 +154,13 @@ impl<R> ControlSender<R> {
     }
 }
 
-impl<R> Clone for ControlSender<R> {
-    fn clone(&self) -> ControlSender<R> {
+impl<C> Clone for ControlSender<C> {
+    fn clone(&self) -> ControlSender<C> {
         ControlSender(Arc::clone(&self.0))
     }
 }
 
-impl<R> Drop for SenderEnd<R> {
+impl<C> Drop for SenderEnd<C> {
     fn drop(&mut self) {
         self.commands = None;
         self.end.signal();

@@ -66,6 +66,9 @@ pub trait RemoteRing: Debug + Send + 'static {
 
     /// The back-end need not signal any more.
     fn disarm(&mut self);
+
+    /// Has its memory on this NUMA node, as far as the back-end has not touched it.
+    fn prefer_node(&self, node: u32);
 }
 
 /// One connection to a back-end, agreed on all but memory and rings. Owned by the control thread.

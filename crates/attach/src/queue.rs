@@ -16,7 +16,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use blkyard_mem::{DmaDomain, DmaMapping};
+use blkyard_mem::{BufferId, BufferMap, DmaDomain, DmaMapping, RegisteredBuffer};
 use blkyard_mq::{Batch, Done, Driver, RegionTable, Shortage, SignalEventfd, SignalSlot, Status, TimedOut};
 use blkyard_sys::EventFd;
 
@@ -34,6 +34,8 @@ pub struct RemoteQueue<R: RemoteRing> {
     moved: bool,
     /// By region index: whether a back-end can reach it, if it has room for it.
     reach: Vec<bool>,
+    /// Addresses of registered buffers that a back-end can reach, if it has room for all memory.
+    buffers: BufferMap<u64>,
     /// Of those regions.
     mapping: DmaMapping,
     /// Whether the back-end was told of the memory.
@@ -60,20 +62,25 @@ pub struct RemoteQueue<R: RemoteRing> {
     gone_max_ns: u64,
     /// A back-end continues in the ring that has not been kicked yet.
     unheard: bool,
-    control: ControlSender<R>,
+    control: ControlSender<DeviceCommand<R>>,
 }
 
 /// Consecutive deaths over the same requests before a log line; the next after twice as many, and so on.
 const DEATHS_TOLD: u64 = 4;
 
 impl<R: RemoteRing> RemoteQueue<R> {
-    pub(crate) fn new(opened: Opened<R>, domain: &Arc<DmaDomain>, control: ControlSender<R>) -> RemoteQueue<R> {
+    pub(crate) fn new(
+        opened: Opened<R>,
+        domain: &Arc<DmaDomain>,
+        control: ControlSender<DeviceCommand<R>>,
+    ) -> RemoteQueue<R> {
         let mut queue = RemoteQueue {
             ring: None,
             kick: None,
             place: SignalSlot::default(),
             moved: false,
             reach: Vec::new(),
+            buffers: BufferMap::default(),
             mapping: domain.map(Vec::new()),
             known: false,
             placed: false,
@@ -110,6 +117,8 @@ impl<R: RemoteRing> RemoteQueue<R> {
         let RingEnd { mut ring, kick, number } = end;
         // A ring begins with calls wanted. We are awake; before a lane sleeps it asks for them.
         ring.disarm();
+        // That of the lane, or of the thread that opens the queue for it.
+        blkyard_mem::preferred_node().into_iter().for_each(|node| ring.prefer_node(node));
         (self.ring, self.kick, self.ring_number) = (Some(*ring), Some(kick), number);
         (self.moved, self.failing, self.broken) = (true, false, false);
     }
@@ -139,6 +148,24 @@ impl<R: RemoteRing> RemoteQueue<R> {
             }
         }
         self.answer_rest();
+    }
+
+    /// Has the back-end map this memory. Requests wait until it does.
+    fn tell_memory(&mut self, memory: &RegionTable) {
+        self.known = false;
+        self.memory_number += 1;
+        self.reach.clear();
+        let mut regions = Vec::new();
+        for (number, region) in memory.iter() {
+            self.reach.resize(number as usize + 1, false);
+            if region.file().is_some() {
+                self.reach[number as usize] = true;
+                regions.push(Arc::clone(region));
+            }
+        }
+        self.mapping.replace(regions.clone());
+        let is_quiesced = self.ring.as_ref().is_none_or(is_idle);
+        self.control.send(DeviceCommand::Memory(self.number, self.memory_number, regions, is_quiesced));
     }
 
     /// Answers the control thread's request to drain, when no request is in flight.
@@ -258,9 +285,13 @@ impl<Cx: ?Sized + SignalEventfd, R: RemoteRing> Driver<Cx> for RemoteQueue<R> {
             return batch.short_of(Shortage::Device);
         };
         let reach: &[bool] = if self.placed { &self.reach } else { &[] };
+        let buffers = Some(&self.buffers).filter(|_| self.placed);
         let kick_wanted = ring.queue(batch, |segment| {
+            if segment.is_registered() {
+                return buffers?.get(segment).map(|(address, into)| address + into);
+            }
             let reached = reach.get(segment.region as usize).is_some_and(|reached| *reached);
-            memory.resolve(segment).filter(|_| reached).map(|span| span.as_ptr() as u64)
+            memory.resolve_region(segment).filter(|_| reached).map(|span| span.as_ptr() as u64)
         });
         if kick_wanted || self.unheard {
             self.kick(cx);
@@ -299,23 +330,28 @@ impl<Cx: ?Sized + SignalEventfd, R: RemoteRing> Driver<Cx> for RemoteQueue<R> {
     }
 
     fn set_memory(&mut self, cx: &mut Cx, memory: &RegionTable) {
-        self.known = false;
-        self.memory_number += 1;
-        self.reach.clear();
-        let mut regions = Vec::new();
-        for (number, region) in memory.iter() {
-            self.reach.resize(number as usize + 1, false);
-            if region.file().is_some() {
-                self.reach[number as usize] = true;
-                regions.push(Arc::clone(region));
-            }
-        }
+        self.buffers.clear();
         if memory.iter().next().is_none() {
             // The next call may come from another lane.
             cx.forget(&mut self.place);
         }
-        self.mapping.replace(regions.clone());
-        self.control.send(DeviceCommand::Memory(self.number, self.memory_number, regions));
+        self.tell_memory(memory);
+    }
+
+    /// The control thread has the queue drained before the back-end maps other memory.
+    fn change_memory(&mut self, _: &mut Cx, memory: &RegionTable) {
+        self.tell_memory(memory);
+    }
+
+    fn add_buffer(&mut self, _: &mut Cx, _: &RegionTable, buffer: &Arc<RegisteredBuffer>) {
+        let first = buffer.region().span(buffer.offset(), 1).filter(|_| buffer.region().file().is_some());
+        if let Some(first) = first {
+            self.buffers.insert(buffer, first.as_ptr() as u64);
+        }
+    }
+
+    fn remove_buffer(&mut self, _: &mut Cx, buffer: BufferId) {
+        self.buffers.remove(buffer);
     }
 
     fn arm(&mut self) -> bool {

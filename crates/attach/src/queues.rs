@@ -145,10 +145,18 @@ impl<R> DriverQueues<R> {
         self.reserved.push(region);
     }
 
-    /// Sets the memory of a queue, under this number; no request is in flight there. False if it is not in use.
-    pub(crate) fn set_memory(&mut self, number: u16, memory_number: u64, regions: Vec<Arc<Region>>) -> bool {
-        let user = self.user_mut(number);
-        user.map(|user| (user.regions, user.memory_number, user.quiesced) = (regions, memory_number, true)).is_some()
+    /// Sets the memory of a queue, under this number. False if it is not in use. One that is not quiesced has requests
+    /// in flight, and is asked to before the session's memory changes.
+    pub(crate) fn set_memory(
+        &mut self,
+        number: u16,
+        memory_number: u64,
+        regions: Vec<Arc<Region>>,
+        is_quiesced: bool,
+    ) -> bool {
+        let Some(user) = self.user_mut(number) else { return false };
+        (user.regions, user.memory_number, user.quiesced) = (regions, memory_number, is_quiesced);
+        true
     }
 
     /// Some queue has memory: rings are wanted.
@@ -340,8 +348,8 @@ mod tests {
         queues.reserve(Arc::clone(buffers));
         assert!(queues.open(QueueKind::Default).is_some() && !queues.have_memory());
         let mapping = domain.map(vec![Arc::clone(buffers), Arc::clone(other)]);
-        assert!(queues.set_memory(0, 1, Vec::new()) && queues.have_memory() && queues.is_domain_changed());
-        assert!(!queues.set_memory(1, 1, Vec::new()), "nobody uses it");
+        assert!(queues.set_memory(0, 1, Vec::new(), true) && queues.have_memory() && queues.is_domain_changed());
+        assert!(!queues.set_memory(1, 1, Vec::new(), true), "nobody uses it");
         let wanted = queues.regions(Some(Arc::clone(rings)), |_| true);
         assert!(wanted.len() == 3 && wanted.iter().zip(&regions).all(|(wanted, region)| Arc::ptr_eq(wanted, region)));
         drop((wanted, queues.regions(None, |_| true)));

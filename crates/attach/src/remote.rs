@@ -23,7 +23,7 @@ pub struct RemoteDisk<S: RemoteSession> {
     shared: Arc<SharedState>,
     domain: Arc<DmaDomain>,
     /// Until the end.
-    commands: Option<ControlSender<S::Ring>>,
+    commands: Option<ControlSender<DeviceCommand<S::Ring>>>,
     info: DeviceInfo,
     agreed: S::Agreed,
     queues: usize,

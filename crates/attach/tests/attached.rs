@@ -49,6 +49,20 @@ fn what_is_written_through_any_queue_is_read_back_through_any_other() {
 }
 
 #[test]
+fn memory_comes_and_goes_with_io_in_flight() {
+    let (_folder, path) = place();
+    let device = disk();
+    let backend = Backend::start(&path, &device, 2);
+    let attached = Attached::open(config(&path)).unwrap();
+    let [mut one, mut other] = [User::new(&attached, QueueKind::Default), User::new(&attached, QueueKind::Default)];
+    one.check_changing_memory();
+    assert_eq!(other.one(Op::Read, 0, 0), Status::Ok);
+    other.check_changing_memory();
+    drop((one, other, attached));
+    backend.stop();
+}
+
+#[test]
 fn packed_rings_do_the_same() {
     let (_folder, path) = place();
     let device = disk();
@@ -56,7 +70,11 @@ fn packed_rings_do_the_same() {
     let attached = Attached::open(AttachConfig { packed: true, ..config(&path) }).unwrap();
     assert!(attached.features().contains(Features::RING_PACKED));
     let mut user = User::new(&attached, QueueKind::Default);
+    let mut buffer = None;
     for round in 0..5 * SLOTS {
+        if round == 2 * SLOTS {
+            buffer = Some(user.register());
+        }
         user.fill(round % SLOTS, round as u8);
         user.submit(Op::Write, round, round % SLOTS);
         if round % SLOTS == SLOTS - 1 {
@@ -68,7 +86,7 @@ fn packed_rings_do_the_same() {
         assert_eq!(user.one(Op::Read, round, 0), Status::Ok);
         assert!(user.holds(0, round as u8), "block {round}");
     }
-    drop((user, attached));
+    drop((user, attached, buffer));
     backend.stop();
 }
 
@@ -138,7 +156,7 @@ fn a_disk_that_is_resized_there_is_known_to_be_here() {
     let backend = Backend::start(&path, &device, 1);
     let attached = Attached::open(config(&path)).unwrap();
     let info = DeviceInfo { capacity_sectors: 8192, ..device.info().clone() };
-    backend.server.hand().change(Arc::new(info)).recv().unwrap().unwrap();
+    backend.server.hand().change(0, Arc::new(info)).recv().unwrap().unwrap();
     until("the new size is known", || attached.capacity_sectors() == 8192);
     drop(attached);
     backend.stop();

@@ -118,7 +118,7 @@ fn who_served_before_cannot_complain_of_the_rings_of_the_next() {
     // A reader of the second size has handled everything sent at the first.
     for capacity_sectors in [8192, 4096] {
         let info = DeviceInfo { capacity_sectors, ..device.info().clone() };
-        backend.server.hand().change(Arc::new(info)).recv().unwrap().unwrap();
+        backend.server.hand().change(0, Arc::new(info)).recv().unwrap().unwrap();
         until("the new size is known", || attached.capacity_sectors() == capacity_sectors);
     }
     assert_eq!((attached.view().sessions, attached.view().faults), (2, 0));

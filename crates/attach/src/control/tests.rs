@@ -75,6 +75,8 @@ impl RemoteRing for TestRing {
     }
 
     fn disarm(&mut self) {}
+
+    fn prefer_node(&self, _node: u32) {}
 }
 
 struct TestSession {
@@ -263,7 +265,7 @@ impl Disk {
     fn set_memory(&mut self, number: u16) {
         let regions = vec![Region::shared(1).unwrap()];
         self.mappings.insert(number, self.domain.map(regions.clone()));
-        self.send(DeviceCommand::Memory(number, 1, regions));
+        self.send(DeviceCommand::Memory(number, 1, regions, true));
     }
 
     fn close(&mut self, number: u16, ring: Option<RingEnd<TestRing>>) {

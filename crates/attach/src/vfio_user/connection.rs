@@ -139,8 +139,10 @@ impl ServerConnection {
         }
         work(self).inspect_err(|error| {
             self.failed = Some(error.clone());
-            // After the server has closed, no shutdown is needed.
-            let _ = self.stream.shutdown(Shutdown::Write);
+            // A server that has only ended its sending would seem to have closed: both directions were shut down then.
+            if !matches!(error, VfioUserError::Closed) {
+                let _ = self.stream.shutdown(Shutdown::Write);
+            }
         })
     }
 

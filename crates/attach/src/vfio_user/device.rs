@@ -16,6 +16,7 @@ use blkyard_wire::vfio_user::{
     RegionFlags, RegionInfo, VfioRequest, irq_index, region_index,
 };
 
+use crate::HostParts;
 use crate::connector::{Connector, DirectConnector, connect_until};
 use crate::vfio_user::VfioUserError;
 use crate::vfio_user::connection::ServerConnection;
@@ -81,7 +82,9 @@ pub struct VfioUserController {
     is_resettable: bool,
     bar0_bytes: u64,
     msix: Option<MsixCapability>,
-    vectors: Vec<EventFd>,
+    vectors: Vec<Arc<EventFd>>,
+    /// A duplicate of the socket's descriptor.
+    socket: OwnedFd,
     doorbells: Option<View>,
     doorbell_bytes: usize,
 }
@@ -93,7 +96,19 @@ impl VfioUserController {
     /// # Errors
     /// See [`VfioUserError`].
     pub fn open(config: &VfioUserConfig) -> Result<VfioUserController, VfioUserError> {
-        let VfioUserConfig { socket, connector, clock, reply_max, vectors_max, end } = config;
+        let system = |error: std::io::Error| VfioUserError::System(error.to_string());
+        let changed = Arc::new(EventFd::new().map_err(system)?);
+        let parts = HostParts::new(config.vectors_max, changed, Arc::clone(&config.end)).map_err(system)?;
+        VfioUserController::open_with(config, &parts)
+    }
+
+    /// The same with DMA domain and eventfds of the caller.
+    ///
+    /// # Errors
+    /// See [`VfioUserError`].
+    pub fn open_with(config: &VfioUserConfig, parts: &HostParts) -> Result<VfioUserController, VfioUserError> {
+        let VfioUserConfig { socket, connector, clock, reply_max, .. } = config;
+        let (vectors_max, end) = (u16::try_from(parts.eventfds.len()).unwrap_or(u16::MAX), &parts.end);
         let stream = connect_until(&**connector, socket, clock.now() + *reply_max, end, &**clock).map_err(|error| {
             VfioUserError::Socket { socket: socket.display().to_string(), cause: error.to_string() }
         })?;
@@ -112,18 +127,17 @@ impl VfioUserController {
             return Err(VfioUserError::Device { what: "doorbell registers in BAR 0" });
         }
         let doorbells = map_doorbells(&bar0, &descriptors, end)?;
-        let vectors = if msix.is_some() { state.vectors(device, *vectors_max)? } else { 0 };
-        let vectors = (0..vectors).map(|_| EventFd::new()).collect::<Result<Vec<_>, _>>();
-        let dma_changed = Arc::new(EventFd::new().map_err(|error| VfioUserError::System(error.to_string()))?);
-        let changed = Arc::clone(&dma_changed);
+        let vectors = if msix.is_some() { state.vectors(device, vectors_max)? } else { 0 };
+        let socket = state.connection.as_fd().try_clone_to_owned();
         let mut controller = VfioUserController {
             state: Mutex::new(state),
-            domain: DmaDomain::new(move || changed.signal()),
-            dma_changed,
+            domain: Arc::clone(&parts.domain),
+            dma_changed: Arc::clone(&parts.dma_changed),
             is_resettable: device.flags.contains(DeviceFlags::RESET),
             bar0_bytes: bar0.size,
             msix,
-            vectors: vectors.map_err(|error| VfioUserError::System(error.to_string()))?,
+            vectors: parts.eventfds.iter().take(usize::from(vectors)).cloned().collect(),
+            socket: socket.map_err(|error| VfioUserError::System(error.to_string()))?,
             doorbell_bytes: doorbells.as_ref().map_or((end - DOORBELLS_AT) as usize, View::len),
             doorbells,
         };
@@ -202,7 +216,7 @@ impl VfioUserController {
     }
 
     /// The eventfd of each interrupt vector, shared with the server.
-    pub fn eventfds(&self) -> &[EventFd] {
+    pub fn eventfds(&self) -> &[Arc<EventFd>] {
         &self.vectors
     }
 
@@ -225,12 +239,9 @@ impl VfioUserController {
         self.lock().connection.is_closed_by_peer()
     }
 
-    /// A duplicate of the socket's descriptor, to wait for commands of the server or its end.
-    ///
-    /// # Errors
-    /// The process or the system has no descriptors left.
-    pub fn socket(&self) -> std::io::Result<OwnedFd> {
-        self.lock().connection.as_fd().try_clone_to_owned()
+    /// The socket, to wait for commands of the server or its end.
+    pub fn socket(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
     }
 
     /// A driver's work after a reset, within the time of one reply.
@@ -337,7 +348,7 @@ impl DeviceState {
     }
 
     /// Sets the eventfds of all vectors, with as many descriptors per message as the server accepts.
-    fn set_eventfds(&mut self, vectors: &[EventFd]) -> Result<(), VfioUserError> {
+    fn set_eventfds(&mut self, vectors: &[Arc<EventFd>]) -> Result<(), VfioUserError> {
         let at_once = self.connection.peer().descriptors.max(1);
         let mut start = 0;
         for part in vectors.chunks(at_once) {

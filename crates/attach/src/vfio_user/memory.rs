@@ -52,7 +52,7 @@ impl ServerMemory {
                 at += 1;
                 continue;
             }
-            let unmap = DmaUnmapRequest::One { address: listed.address, size: listed.mapped };
+            let unmap = DmaUnmapRequest::Range { address: listed.address, size: listed.mapped };
             if listed.mapped > 0 {
                 match connection.call(&VfioRequest::DmaUnmap(unmap), &[], self) {
                     Ok(_) => {}

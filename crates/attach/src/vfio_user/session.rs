@@ -409,7 +409,7 @@ mod tests {
         let cut = |index, argsz| VfioReply::RegionInfoCut { argsz, fixed: info(index) };
         let region = VfioRequest::DeviceGetRegionInfo { argsz: 64, index: 7 };
         let read = VfioRequest::RegionRead(access);
-        let unmap = |address| DmaUnmapRequest::One { address, size: 4096 };
+        let unmap = |address| DmaUnmapRequest::Range { address, size: 4096 };
         for (request, reply) in [
             (&read, VfioReply::RegionRead(RegionAccess { offset: 12, ..access }, &[0; 4])),
             (&read, VfioReply::RegionRead(RegionAccess { region: 1, ..access }, &[0; 4])),

@@ -9,7 +9,8 @@ use std::sync::Arc;
 use blkyard_mem::{DmaDomain, Region, View};
 use blkyard_nvme::{ControllerTransport, DeviceGone};
 
-use crate::vfio_user::VfioUserController;
+use crate::nvme::{HostParts, NvmeTransport};
+use crate::vfio_user::{VfioUserConfig, VfioUserController};
 
 impl ControllerTransport for VfioUserController {
     fn read32(&mut self, offset: usize) -> Result<u32, DeviceGone> {
@@ -50,5 +51,30 @@ impl ControllerTransport for VfioUserController {
 
     fn is_silent_when_gone(&self) -> bool {
         self.is_closed_by_server()
+    }
+}
+
+impl NvmeTransport for VfioUserController {
+    type Config = VfioUserConfig;
+
+    fn open(config: &VfioUserConfig, parts: &HostParts) -> Result<VfioUserController, String> {
+        VfioUserController::open_with(config, parts).map_err(|error| error.to_string())
+    }
+
+    fn sync_dma(&mut self) {
+        // The connection is unusable after an error, and the next access fails.
+        let _ = VfioUserController::sync_dma(self);
+    }
+
+    fn event_source(&self) -> Option<BorrowedFd<'_>> {
+        self.failure().is_none().then(|| self.socket())
+    }
+
+    fn look(&mut self) -> bool {
+        VfioUserController::look(self).is_ok()
+    }
+
+    fn failure(&self) -> Option<String> {
+        VfioUserController::failure(self).map(|error| error.to_string())
     }
 }

@@ -81,4 +81,8 @@ impl RemoteRing for BlkRing {
     fn disarm(&mut self) {
         BlkRing::disarm(self);
     }
+
+    fn prefer_node(&self, node: u32) {
+        BlkRing::prefer_node(self, node);
+    }
 }

@@ -19,8 +19,8 @@ use blkyard_export::{
 };
 use blkyard_mem::{Region, RegionTable, Segment};
 use blkyard_mq::{
-    Bio, BioFlags, BlockDevice, DeviceInfo, HwQueue, HwQueueConfig, NullConfig, Op, QueueKind, QueueLimits, RamDevice,
-    RamQueue, Status,
+    Bio, BioFlags, BlockDevice, BufferAccess, DeviceInfo, Driver, HwQueue, HwQueueConfig, NullConfig, Op, QueueKind,
+    QueueLimits, RamDevice, RamQueue, RegisteredBuffer, Status,
 };
 use blkyard_os::{LaneConfig, Lanes, Ring, RingConfig, SystemClock, now_ns};
 use blkyard_virtio::{BlkConfig, SerialId};
@@ -103,10 +103,12 @@ pub const SLOTS: u64 = 64;
 const BLOCK: u32 = 4096;
 
 /// A user of one queue of an attached disk, on the thread of the test.
-pub struct User {
+pub struct User<Q = AttachedQueue> {
     ring: Ring,
-    pub hw: HwQueue<AttachedQueue>,
+    pub hw: HwQueue<Q>,
     region: Arc<Region>,
+    /// How segments name it.
+    number: u32,
     /// The time is the system's without one.
     clock: Option<Arc<TestClock>>,
     /// Bios that came back, in order.
@@ -119,15 +121,22 @@ impl User {
     }
 
     pub fn over(disk: &Attached, kind: QueueKind, region: Arc<Region>) -> User {
-        let config = HwQueueConfig { depth: 64, ..HwQueueConfig::default() };
-        let mut hw = HwQueue::new(disk.queue(kind, config.depth).unwrap(), Arc::new(disk.info().clone()), config);
+        User::of(disk.queue(kind, SLOTS as usize).unwrap(), SLOTS as usize, disk.info(), region)
+    }
+}
+
+impl<Q: Driver<Ring>> User<Q> {
+    /// A user of this queue, of this depth.
+    pub fn of(queue: Q, depth: usize, info: &DeviceInfo, region: Arc<Region>) -> User<Q> {
+        let config = HwQueueConfig { depth, ..HwQueueConfig::default() };
+        let mut hw = HwQueue::new(queue, Arc::new(info.clone()), config);
         let mut ring = Ring::new(RingConfig::default()).unwrap();
         hw.set_memory(&mut ring, Arc::new(RegionTable::new(vec![Arc::clone(&region)])));
-        User { ring, hw, region, clock: None, ended: Vec::new() }
+        User { ring, hw, region, number: 0, clock: None, ended: Vec::new() }
     }
 
     /// The same, with the time of this clock.
-    pub fn by(mut self, clock: &Arc<TestClock>) -> User {
+    pub fn by(mut self, clock: &Arc<TestClock>) -> User<Q> {
         self.clock = Some(Arc::clone(clock));
         self
     }
@@ -150,8 +159,88 @@ impl User {
             (bio.sector, bio.sectors) = (block * 8, 8);
         }
         if op.has_data() {
-            bio.segments.push(Segment { region: 0, offset: slot * u64::from(BLOCK), len: BLOCK });
+            bio.segments.push(Segment { region: self.number, offset: slot * u64::from(BLOCK), len: BLOCK });
         }
+        self.hw.submit(bio);
+    }
+
+    /// Registers its memory: segments name it by the buffer's id from now on.
+    pub fn register(&mut self) -> Arc<RegisteredBuffer> {
+        self.register_slots(0, self.region.len() as u64 / u64::from(BLOCK))
+    }
+
+    /// The same with a part of it, beginning at a slot.
+    pub fn register_slots(&mut self, slot: u64, count: u64) -> Arc<RegisteredBuffer> {
+        let [offset, len] = [slot, count].map(|blocks| blocks * u64::from(BLOCK));
+        let buffer = RegisteredBuffer::new(&self.region, offset, len, BufferAccess::ReadWrite).unwrap();
+        assert!(self.hw.add_buffer(&mut self.ring, &buffer));
+        self.number = buffer.id().number();
+        buffer
+    }
+
+    /// Uses a buffer of its memory that was registered before.
+    pub fn adopt(&mut self, buffer: &Arc<RegisteredBuffer>) {
+        assert!(self.hw.add_buffer(&mut self.ring, buffer));
+        (self.region, self.number) = (Arc::clone(buffer.region()), buffer.id().number());
+    }
+
+    /// Adds memory and registers it, whatever is in flight.
+    pub fn add_memory(&mut self, region: &Arc<Region>) -> Arc<RegisteredBuffer> {
+        self.hw.add_region(&mut self.ring, region);
+        self.region = Arc::clone(region);
+        self.register()
+    }
+
+    /// Unregisters a buffer and removes its memory.
+    pub fn remove_memory(&mut self, buffer: &RegisteredBuffer) {
+        self.unregister(buffer);
+        while !self.hw.remove_region(&mut self.ring, buffer.region()) {
+            self.turn();
+        }
+    }
+
+    /// Memory comes and goes while I/O in other memory is in flight.
+    pub fn check_changing_memory(&mut self) {
+        let kept = self.register();
+        for round in 0..10 {
+            let byte = |slot: u64| (round * 7 + slot) as u8;
+            (0..SLOTS).for_each(|slot| self.fill(slot, byte(slot)));
+            (0..SLOTS).for_each(|slot| self.submit(Op::Write, slot * 3, slot));
+            self.turn();
+            let more = Region::shared((SLOTS * u64::from(BLOCK)) as usize).unwrap();
+            let buffer = self.add_memory(&more);
+            self.drain();
+            (0..SLOTS).for_each(|slot| self.submit(Op::Read, slot * 3, slot));
+            self.drain();
+            assert!(self.ended.drain(..).all(|bio| bio.status == Status::Ok), "round {round}");
+            assert!((0..SLOTS).all(|slot| self.holds(slot, byte(slot))), "round {round}");
+            self.adopt(&kept);
+            (0..SLOTS).for_each(|slot| self.submit(Op::Read, slot * 3, slot));
+            self.turn();
+            self.remove_memory(&buffer);
+            self.drain();
+            assert!(self.ended.drain(..).all(|bio| bio.status == Status::Ok), "round {round}");
+        }
+    }
+
+    /// Drains a registered buffer; segments keep its id.
+    pub fn unregister(&mut self, buffer: &RegisteredBuffer) {
+        while !self.hw.remove_buffer(&mut self.ring, buffer.id()) {
+            self.turn();
+        }
+    }
+
+    /// Submits one I/O with all of its memory.
+    pub fn submit_whole(&mut self, op: Op, block: u64) {
+        self.submit_slots(op, block, 0, self.region.len() as u32 / BLOCK);
+    }
+
+    /// Submits one I/O with the data of so many slots.
+    pub fn submit_slots(&mut self, op: Op, block: u64, slot: u64, count: u32) {
+        let mut bio = Bio::with_capacity(1);
+        let len = count * BLOCK;
+        (bio.op, bio.sector, bio.sectors) = (op, block * 8, len / 512);
+        bio.segments.push(Segment { region: self.number, offset: slot * u64::from(BLOCK), len });
         self.hw.submit(bio);
     }
 
@@ -191,7 +280,7 @@ impl User {
             if self.turn() == 0 {
                 std::thread::yield_now();
             }
-            assert!(start.elapsed() < PATIENCE, "waited in vain: {:?}", self.hw);
+            assert!(start.elapsed() < PATIENCE, "I/O does not end");
         }
     }
 
@@ -199,7 +288,7 @@ impl User {
     pub fn drain_asleep(&mut self) {
         let start = Instant::now();
         while !self.hw.is_idle() {
-            assert!(start.elapsed() < 2 * PATIENCE, "waited in vain: {:?}", self.hw);
+            assert!(start.elapsed() < 2 * PATIENCE, "I/O does not end");
             if self.turn() > 0 || self.hw.is_idle() || self.hw.arm::<Ring>() {
                 self.hw.disarm::<Ring>();
                 continue;

@@ -6,7 +6,7 @@ use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::{AsFd, AsRawFd};
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -14,8 +14,8 @@ use std::time::Duration;
 use blkyard_mem::{Region, RegionTable, View};
 use blkyard_mq::{Bio, DeviceInfo, Op, Status};
 use blkyard_nvme::{
-    Controller, ControllerIoQueue, ControllerOptions, ControllerQueueReply, ControllerRequest, DmaMap, DmaRange,
-    NamespaceTable, NextBio, ServedNamespace,
+    Controller, ControllerIoQueue, ControllerOptions, ControllerQueueCommand, ControllerQueueReply, ControllerRequest,
+    DmaMap, DmaRange, NamespaceTable, NextBio, ServedNamespace,
 };
 use blkyard_os::now_ns;
 use vfio_user::{DmaMapFlags, DmaUnmapFlags, IrqInfo, Server, ServerBackend, ServerRegion, SparseArea};
@@ -26,8 +26,25 @@ const BAR0_BYTES: u64 = 0x3000;
 const DISK_BYTES: usize = 8 << 20;
 const VECTORS: u16 = 3;
 
+/// Faults of a server, to be set while it serves.
+#[derive(Debug, Default)]
+pub struct ServerFaults {
+    /// One command in so many is not completed before its queue ends; zero: none.
+    pub hold_every: AtomicU64,
+    /// Messages are not answered, and no command is executed.
+    pub hangs: AtomicBool,
+    /// Invalid entries fill all completion rings once.
+    pub writes_nonsense: AtomicBool,
+}
+
 /// The controller with its queues and disk.
 struct Machine {
+    faults: Arc<ServerFaults>,
+    commands: u64,
+    /// Commands that are not completed: completion queue and token.
+    held: Vec<(u16, u16)>,
+    /// Address of the admin submission queue.
+    asq: u64,
     controller: Controller,
     queues: BTreeMap<u16, ControllerIoQueue>,
     disk: Arc<Region>,
@@ -37,8 +54,9 @@ struct Machine {
 }
 
 impl Machine {
-    fn new(doorbells: View) -> Machine {
+    fn new(doorbells: View, faults: Arc<ServerFaults>) -> Machine {
         let options = ControllerOptions {
+            vendor: 0,
             serial: "S1".into(),
             model: "test model".into(),
             firmware: "1.0".into(),
@@ -49,6 +67,9 @@ impl Machine {
             depth: 32,
             vectors: VECTORS,
             transfer_bytes: 64 << 10,
+            has_shadow: true,
+            fabrics: None,
+            doorbell_stride: 0,
         };
         let info =
             DeviceInfo { capacity_sectors: DISK_BYTES as u64 / 512, volatile_cache: true, ..DeviceInfo::default() };
@@ -60,7 +81,18 @@ impl Machine {
         config[0x34] = 0x40;
         config[0x40..0x4c].copy_from_slice(&[0x11, 0, (VECTORS - 1) as u8, 0, 0, 0x20, 0, 0, 0, 0x28, 0, 0]);
         let disk = Region::anonymous(DISK_BYTES).unwrap();
-        Machine { controller, queues: BTreeMap::new(), disk, config, mapped: Vec::new(), eventfds: Vec::new() }
+        Machine {
+            faults,
+            commands: 0,
+            held: Vec::new(),
+            asq: 0,
+            controller,
+            queues: BTreeMap::new(),
+            disk,
+            config,
+            mapped: Vec::new(),
+            eventfds: Vec::new(),
+        }
     }
 
     fn signal(&self, vector: u16) {
@@ -72,6 +104,12 @@ impl Machine {
 
     /// One turn. Returns whether any part had work.
     fn turn(&mut self) -> bool {
+        if self.faults.hangs.load(Ordering::Relaxed) {
+            return false;
+        }
+        if self.faults.writes_nonsense.swap(false, Ordering::Relaxed) {
+            self.write_nonsense();
+        }
         let mut is_busy = self.controller.poll(now_ns());
         if is_busy {
             self.signal(0);
@@ -79,8 +117,17 @@ impl Machine {
         while let Some(request) = self.controller.take_request() {
             is_busy = true;
             match request {
-                ControllerRequest::Create(queue) => assert!(self.queues.insert(queue.cqid(), *queue).is_none()),
-                ControllerRequest::Queue(cqid, command) => self.queues.get_mut(&cqid).unwrap().handle(command),
+                ControllerRequest::Create(queue) => {
+                    let cqid = queue.cqid();
+                    assert!(self.queues.insert(cqid, *queue).is_none());
+                    self.controller.reply(cqid, ControllerQueueReply::Created);
+                }
+                ControllerRequest::Queue(cqid, command) => {
+                    if !matches!(command, ControllerQueueCommand::Abort { .. }) {
+                        self.end_held();
+                    }
+                    self.queues.get_mut(&cqid).unwrap().handle(command);
+                }
                 ControllerRequest::Flush(number) => self.controller.flushed(number),
             }
         }
@@ -90,7 +137,15 @@ impl Machine {
             let mut bio = Bio::with_capacity(queue.segments_max());
             loop {
                 match queue.fetch(&mut bio) {
-                    NextBio::Bio(token) => queue.end(token, carry_out(&self.disk, &bio, queue.table())),
+                    NextBio::Bio(token) => {
+                        self.commands += 1;
+                        let hold_every = self.faults.hold_every.load(Ordering::Relaxed);
+                        if hold_every > 0 && self.commands.is_multiple_of(hold_every) {
+                            self.held.push((cqid, token));
+                            continue;
+                        }
+                        queue.end(token, carry_out(&self.disk, &bio, queue.table()));
+                    }
                     NextBio::Without => {}
                     NextBio::Unavailable => break,
                 }
@@ -109,6 +164,40 @@ impl Machine {
         }
         over.iter().for_each(|cqid| drop(self.queues.remove(cqid)));
         is_busy | self.controller.arm()
+    }
+
+    /// Ends held commands, since their queues end.
+    fn end_held(&mut self) {
+        for (cqid, token) in self.held.drain(..) {
+            if let Some(queue) = self.queues.get_mut(&cqid) {
+                queue.end(token, Status::Io);
+            }
+        }
+    }
+
+    /// Fills the completion rings that the admin queue was told of with entries for no command.
+    fn write_nonsense(&self) {
+        let find = |addr: u64, len: usize| {
+            let (start, _, region) =
+                self.mapped.iter().find(|(start, size, _)| (*start..start + size).contains(&addr))?;
+            region.span(addr - start, len)
+        };
+        for slot in 0..32 {
+            let mut sqe = [0; 64];
+            find(self.asq + 64 * slot, 64).unwrap().copy_to_slice(&mut sqe);
+            // Create I/O Completion Queue.
+            if sqe[0] != 5 {
+                continue;
+            }
+            let addr = u64::from_le_bytes(sqe[24..32].try_into().unwrap());
+            let entries = usize::from(u16::from_le_bytes([sqe[42], sqe[43]])) + 1;
+            for entry in 0..entries {
+                // Another queue, an identifier out of range, a phase of either value.
+                let words = [7_u64 << 40, 77 << 16 | 0xffff << 32 | (entry as u64 % 3 % 2) << 48];
+                let bytes = [words[0].to_le_bytes(), words[1].to_le_bytes()].concat();
+                find(addr + 16 * entry as u64, 16).unwrap().copy_from_slice(&bytes);
+            }
+        }
     }
 
     /// Maps the present memory for the controller; no queue uses the previous memory afterwards.
@@ -142,8 +231,19 @@ fn carry_out(disk: &Arc<Region>, bio: &Bio, memory: &RegionTable) -> Status {
 
 struct Backend(Arc<Mutex<Machine>>);
 
+impl Backend {
+    /// Keeps a client waiting.
+    fn hang(&self) {
+        let faults = Arc::clone(&self.0.lock().unwrap().faults);
+        while faults.hangs.load(Ordering::Relaxed) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
 impl ServerBackend for Backend {
     fn region_read(&mut self, region: u32, offset: u64, data: &mut [u8]) -> Result<(), io::Error> {
+        self.hang();
         let machine = self.0.lock().unwrap();
         if region == 7 {
             data.copy_from_slice(&machine.config[offset as usize..offset as usize + data.len()]);
@@ -156,12 +256,19 @@ impl ServerBackend for Backend {
     }
 
     fn region_write(&mut self, region: u32, offset: u64, data: &[u8]) -> Result<(), io::Error> {
+        self.hang();
         let mut machine = self.0.lock().unwrap();
         if region == 7 {
             machine.config[offset as usize..offset as usize + data.len()].copy_from_slice(data);
         } else if offset < MSIX_TABLE_AT {
             let mut value = [0; 8];
             value[..data.len()].copy_from_slice(data);
+            match (offset, data.len()) {
+                (0x28, 8) => machine.asq = u64::from_le_bytes(value),
+                (0x28, _) => machine.asq = u64::from(u32::from_le_bytes(value[..4].try_into().unwrap())),
+                (0x2c, _) => machine.asq |= u64::from(u32::from_le_bytes(value[..4].try_into().unwrap())) << 32,
+                _ => {}
+            }
             let written = machine.controller.write_register(offset, data.len(), u64::from_le_bytes(value));
             written.map_err(|_| io::ErrorKind::InvalidInput)?;
         }
@@ -204,9 +311,14 @@ impl ServerBackend for Backend {
 
 /// Serves one client; the thread ends with it.
 pub fn serve(socket: &Path, shares_doorbells: bool) -> JoinHandle<()> {
+    serve_with(socket, shares_doorbells, Arc::default())
+}
+
+/// The same with faults.
+pub fn serve_with(socket: &Path, shares_doorbells: bool, faults: Arc<ServerFaults>) -> JoinHandle<()> {
     let memory = Region::shared(BAR0_BYTES as usize).unwrap();
     let doorbells = View::new(Arc::clone(&memory), DOORBELLS_AT, 0x1000, 4096).unwrap();
-    let machine = Arc::new(Mutex::new(Machine::new(doorbells)));
+    let machine = Arc::new(Mutex::new(Machine::new(doorbells, faults)));
     let region = |index: u32, size: u64| {
         let mut region = ServerRegion { region_info: Default::default(), sparse_areas: Vec::new(), mmap_fd: None };
         region.region_info.argsz = 32;

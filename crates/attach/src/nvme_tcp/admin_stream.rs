@@ -1,0 +1,150 @@
+//! The connection of the admin queue: a socket of the control thread, and how it is connected.
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpStream, ToSocketAddrs};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, TryRecvError, channel};
+use std::time::Duration;
+
+use blkyard_mem::RegionTable;
+use blkyard_mq::SendPiece;
+use blkyard_nvme::tcp::SendList;
+use blkyard_sys::{EventFd, PollFlags};
+
+/// Bytes read at once.
+const READ_BYTES: usize = 16 << 10;
+
+/// A connect on a thread of its own.
+#[derive(Debug)]
+pub(super) struct ConnectAttempt {
+    pub(super) association: u64,
+    outcome: Receiver<Result<TcpStream, String>>,
+}
+
+impl ConnectAttempt {
+    /// Resolves the address and connects, to the first of its addresses that answers. `wake` is signalled at the end.
+    pub(super) fn begin(association: u64, address: &str, limit: Duration, wake: &Arc<EventFd>) -> ConnectAttempt {
+        let (sender, outcome) = channel();
+        let (address, wake) = (address.to_owned(), Arc::clone(wake));
+        let failed = sender.clone();
+        let thread = std::thread::Builder::new().name("nvme-connect".into()).spawn(move || {
+            let _ = sender.send(connect(&address, limit));
+            wake.signal();
+        });
+        if let Err(error) = thread {
+            let _ = failed.send(Err(format!("no thread to connect: {error}; see the limits on threads and memory")));
+        }
+        ConnectAttempt { association, outcome }
+    }
+
+    /// The outcome, once there is one.
+    pub(super) fn outcome(&self) -> Option<Result<TcpStream, String>> {
+        match self.outcome.try_recv() {
+            Ok(outcome) => Some(outcome),
+            Err(TryRecvError::Empty) => None,
+            Err(TryRecvError::Disconnected) => Some(Err("the thread that connects has ended".into())),
+        }
+    }
+}
+
+fn connect(address: &str, limit: Duration) -> Result<TcpStream, String> {
+    let addresses = address.to_socket_addrs().map_err(|error| format!("cannot resolve {address}: {error}"))?;
+    let mut last = format!("{address} has no address");
+    for address in addresses {
+        match TcpStream::connect_timeout(&address, limit) {
+            Ok(socket) => {
+                socket.set_nonblocking(true).map_err(|error| error.to_string())?;
+                // Commands are small, and their answers are awaited.
+                let _ = socket.set_nodelay(true);
+                return Ok(socket);
+            }
+            Err(error) => last = format!("cannot connect to {address}: {error}"),
+        }
+    }
+    Err(last)
+}
+
+/// State of the connection after a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum AdminStreamState {
+    Open,
+    /// The peer has closed it, or it is broken.
+    Lost,
+}
+
+/// A connection.
+#[derive(Debug)]
+pub(super) struct AdminStream {
+    pub(super) association: u64,
+    pub(super) peer: SocketAddr,
+    socket: TcpStream,
+    /// Bytes to be sent. Data of commands is copied: there is little.
+    outgoing: Vec<u8>,
+    buffer: Box<[u8]>,
+}
+
+impl AdminStream {
+    pub(super) fn new(association: u64, socket: TcpStream) -> Option<AdminStream> {
+        let peer = socket.peer_addr().ok()?;
+        Some(AdminStream { association, peer, socket, outgoing: vec![], buffer: vec![0; READ_BYTES].into() })
+    }
+
+    /// Whether the next list is taken.
+    pub(super) fn can_send(&self) -> bool {
+        self.outgoing.is_empty()
+    }
+
+    /// Copies a list, to be sent.
+    pub(super) fn push(&mut self, memory: &RegionTable, list: &SendList) {
+        for piece in list.pieces() {
+            match piece {
+                SendPiece::Bytes(bytes) => self.outgoing.extend_from_slice(bytes),
+                SendPiece::Data(segment) => {
+                    let start = self.outgoing.len();
+                    self.outgoing.resize(start + segment.len as usize, 0);
+                    if let Some(span) = memory.resolve(segment) {
+                        span.copy_to_slice(&mut self.outgoing[start..]);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Sends as much as the socket takes.
+    pub(super) fn send(&mut self) -> AdminStreamState {
+        while !self.outgoing.is_empty() {
+            match self.socket.write(&self.outgoing) {
+                Ok(sent) => drop(self.outgoing.drain(..sent)),
+                Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(_) => return AdminStreamState::Lost,
+            }
+        }
+        AdminStreamState::Open
+    }
+
+    /// Receives once. `take` gets the bytes; none if nothing has come.
+    pub(super) fn receive(&mut self) -> (&[u8], AdminStreamState) {
+        match self.socket.read(&mut self.buffer) {
+            Ok(0) => (&[], AdminStreamState::Lost),
+            Ok(received) => (&self.buffer[..received], AdminStreamState::Open),
+            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {
+                (&[], AdminStreamState::Open)
+            }
+            Err(_) => (&[], AdminStreamState::Lost),
+        }
+    }
+
+    /// What to wait for.
+    pub(super) fn events(&self) -> (BorrowedFd<'_>, PollFlags) {
+        let out = if self.outgoing.is_empty() { PollFlags::empty() } else { PollFlags::OUT };
+        (self.socket.as_fd(), PollFlags::IN | out)
+    }
+
+    /// Closes it, with the end of the stream behind what was sent.
+    pub(super) fn close(mut self) {
+        self.send();
+        let _ = self.socket.shutdown(Shutdown::Write);
+    }
+}

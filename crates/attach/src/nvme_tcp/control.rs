@@ -1,0 +1,415 @@
+//! The control thread of an association: runs its state machine, its admin connection, and its queues' commands.
+//!
+//! ```text
+//!   opened ──▶ live ──▶ lost: streams are closed, requests wait ──▶ pause ──▶ connected again
+//!                                                              after ctrl_loss: failed, for good
+//! ```
+//!
+//! Owned by its own thread, which waits for nothing but its descriptors and deadlines.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, TryRecvError};
+use std::time::{Duration, Instant};
+
+use blkyard_mq::{HeldBack, LogLimit, QueueKind};
+use blkyard_nvme::tcp::SendList;
+use blkyard_nvme::{ControllerState, FabricsHost, FabricsHostEvent, FabricsIoQueue, ScannedNamespace};
+use blkyard_sys::{EventFd, PollFd, PollFlags};
+
+use crate::AttachError;
+use crate::nvme::{check_same, find_namespace};
+use crate::nvme_tcp::TcpNamespaceConfig;
+use crate::nvme_tcp::admin_stream::{AdminStream, AdminStreamState, ConnectAttempt};
+use crate::nvme_tcp::disk::TcpShared;
+use crate::nvme_tcp::mailbox::{OpenedTcpQueue, TcpCommand, TcpQueueMailbox};
+
+/// Time for an orderly end.
+const SHUT_DOWN_MAX: Duration = Duration::from_secs(5);
+/// Receives of the admin connection in one step.
+const RECEIVES_MAX: usize = 16;
+
+#[derive(Debug)]
+pub(super) struct TcpControl {
+    config: TcpNamespaceConfig,
+    shared: Arc<TcpShared>,
+    commands: Receiver<TcpCommand>,
+    wake: Arc<EventFd>,
+    began: Instant,
+    host: FabricsHost,
+    /// The association that waits for its admin connection.
+    awaited: Option<u64>,
+    attempt: Option<ConnectAttempt>,
+    admin: Option<AdminStream>,
+    list: SendList,
+    /// Address of the controller: that of the last admin connection.
+    peer: Option<SocketAddr>,
+    /// Mailboxes of the queues on their lanes, by identifier from one.
+    queues: Vec<Option<Arc<TcpQueueMailbox>>>,
+    /// As it was when the disk was opened; its size aside.
+    namespace: Option<ScannedNamespace>,
+    deadline_ns: Option<u64>,
+    /// Why the last attempt failed.
+    cause: Option<String>,
+    /// Whether an attempt has failed since the start or the last success.
+    has_failed: bool,
+    is_over: bool,
+    log: LogLimit,
+}
+
+impl TcpControl {
+    /// Connects, and waits until the controller is live. The first failure is an error: the address may be wrong.
+    pub(super) fn open(
+        config: TcpNamespaceConfig,
+        shared: Arc<TcpShared>,
+        commands: Receiver<TcpCommand>,
+        wake: Arc<EventFd>,
+    ) -> Result<TcpControl, AttachError> {
+        let mut control = TcpControl {
+            host: FabricsHost::new(config.host.clone()),
+            began: config.clock.now(),
+            config,
+            shared,
+            commands,
+            wake,
+            awaited: None,
+            attempt: None,
+            admin: None,
+            list: SendList::new(SendList::PIECES_MIN),
+            peer: None,
+            queues: Vec::new(),
+            namespace: None,
+            deadline_ns: None,
+            cause: None,
+            has_failed: false,
+            is_over: false,
+            log: LogLimit::default(),
+        };
+        control.host.start(0);
+        loop {
+            control.step();
+            if control.has_failed {
+                let cause = control.why();
+                control.shut_down();
+                return Err(AttachError::Controller { disk: control.config.name, cause });
+            }
+            if control.namespace.is_some() {
+                return Ok(control);
+            }
+            control.wait();
+        }
+    }
+
+    /// Why the last attempt failed, or the association was lost.
+    fn why(&self) -> String {
+        let error = self.host.error().map(|error| error.to_string());
+        match (&self.cause, error) {
+            (Some(cause), Some(error)) => format!("{cause}; {error}"),
+            (Some(cause), None) => cause.clone(),
+            (None, error) => error.unwrap_or_else(|| "the association failed".into()),
+        }
+    }
+
+    fn now_ns(&self) -> u64 {
+        let since = self.config.clock.now().saturating_duration_since(self.began);
+        since.as_nanos().try_into().unwrap_or(u64::MAX)
+    }
+
+    pub(super) fn namespace(&self) -> Option<&ScannedNamespace> {
+        self.namespace.as_ref()
+    }
+
+    /// I/O queues that may be open.
+    pub(super) fn queues_max(&self) -> usize {
+        self.host.queue_counts().map_or(0, |counts| counts.default + counts.read + counts.poll)
+    }
+
+    /// Requests that a queue may have in flight.
+    pub(super) fn depth(&self) -> usize {
+        usize::from(self.host.queue_options(1, 1, false).depth)
+    }
+
+    /// Runs until the disk and all its queues are dropped, then disconnects in order.
+    pub(super) fn run(mut self) {
+        while self.step() {
+            self.wait();
+        }
+        self.shut_down();
+    }
+
+    /// Handles all that is due. False once the disk and all its queues are dropped.
+    fn step(&mut self) -> bool {
+        self.wake.take();
+        let is_used = loop {
+            match self.commands.try_recv() {
+                Ok(command) => self.obey(command),
+                Err(TryRecvError::Empty) => break true,
+                Err(TryRecvError::Disconnected) => break false,
+            }
+        };
+        // Each is reset, also if several have something.
+        let users = self.queues.iter().flatten();
+        if users.filter(|queue| queue.take_traffic()).count() > 0 {
+            self.host.note_traffic();
+        }
+        self.look_at_attempt();
+        self.receive();
+        loop {
+            let now_ns = self.now_ns();
+            self.deadline_ns = self.host.advance(now_ns);
+            self.send(now_ns);
+            let Some(event) = self.host.next_event() else { break };
+            self.handle(event, now_ns);
+        }
+        is_used
+    }
+
+    fn obey(&mut self, command: TcpCommand) {
+        match command {
+            TcpCommand::Open(kind, answer) => {
+                let opened = self.open_queue(kind);
+                if let Err(unheard) = answer.send(opened)
+                    && let Ok(OpenedTcpQueue { queue, .. }) = unheard.0
+                {
+                    // It was waited for no longer.
+                    self.obey(TcpCommand::Close(queue.qid(), None));
+                }
+            }
+            TcpCommand::Report(qid, association, report) => {
+                self.host.queue_report(qid, association, report, self.now_ns());
+            }
+            TcpCommand::Close(qid, socket) => {
+                drop(socket);
+                if let Some(queue) = self.queues.get_mut(usize::from(qid) - 1) {
+                    *queue = None;
+                }
+                self.host.close_queue(qid, self.now_ns());
+            }
+        }
+    }
+
+    fn open_queue(&mut self, kind: QueueKind) -> Result<OpenedTcpQueue, AttachError> {
+        let have = self.queues_max();
+        self.queues.resize(self.queues.len().max(have), None);
+        let free = self.queues[..have].iter().position(Option::is_none);
+        let (Some(index), Some(namespace)) = (free, &self.namespace) else {
+            let (disk, cure) =
+                (self.config.name.clone(), "raise ?queues=N if the controller has more, or use fewer lanes");
+            return Err(AttachError::Queues { disk, wanted: have + 1, have, cure });
+        };
+        let qid = index as u16 + 1;
+        let segments_max = usize::from(namespace.info.limits.segments_max);
+        let options = self.host.queue_options(qid, segments_max, false);
+        let system = |source| AttachError::System { disk: self.config.name.clone(), source };
+        let queue = FabricsIoQueue::new(options, [namespace.namespace].into()).map_err(system)?;
+        let mailbox = Arc::new(TcpQueueMailbox::new(kind).map_err(system)?);
+        self.queues[index] = Some(Arc::clone(&mailbox));
+        self.host.open_queue(qid);
+        Ok(OpenedTcpQueue { queue, mailbox })
+    }
+
+    fn look_at_attempt(&mut self) {
+        let Some(outcome) = self.attempt.as_ref().and_then(ConnectAttempt::outcome) else { return };
+        let Some(attempt) = self.attempt.take() else { return };
+        let now_ns = self.now_ns();
+        if self.awaited != Some(attempt.association) {
+            // It was given up meanwhile.
+            return self.connect();
+        }
+        self.awaited = None;
+        match outcome.map(|socket| AdminStream::new(attempt.association, socket)) {
+            Ok(Some(admin)) => {
+                (self.peer, self.cause) = (Some(admin.peer), None);
+                self.admin = Some(admin);
+                self.host.admin_opened(attempt.association, now_ns);
+            }
+            Ok(None) => self.host.admin_closed(attempt.association, now_ns),
+            Err(cause) => {
+                self.cause = Some(cause);
+                self.host.admin_closed(attempt.association, now_ns);
+            }
+        }
+    }
+
+    /// Begins to connect, unless an earlier attempt has not ended.
+    fn connect(&mut self) {
+        if let (None, Some(association)) = (&self.attempt, self.awaited) {
+            let limit = Duration::from_nanos(self.config.host.connect_ns);
+            self.attempt = Some(ConnectAttempt::begin(association, &self.config.address, limit, &self.wake));
+        }
+    }
+
+    fn receive(&mut self) {
+        let now_ns = self.now_ns();
+        for _ in 0..RECEIVES_MAX {
+            let Some(admin) = &mut self.admin else { return };
+            let association = admin.association;
+            let (bytes, mut state) = admin.receive();
+            if bytes.is_empty() && state == AdminStreamState::Open {
+                state = admin.send();
+                if state == AdminStreamState::Open {
+                    return;
+                }
+            } else {
+                self.host.admin_receive(association, bytes, now_ns);
+            }
+            if state == AdminStreamState::Lost {
+                self.admin = None;
+                self.host.admin_lost(association, now_ns);
+                return self.host.admin_closed(association, now_ns);
+            }
+        }
+    }
+
+    fn send(&mut self, now_ns: u64) {
+        while let Some(admin) = self.admin.as_mut().filter(|admin| admin.can_send())
+            && self.host.admin_wants_send()
+        {
+            self.list.clear();
+            let Some(number) = self.host.admin_fill(&mut self.list) else { return };
+            admin.push(self.host.admin_memory(), &self.list);
+            // What fails is seen with the next receive.
+            admin.send();
+            let association = admin.association;
+            // The list was copied.
+            self.host.admin_sent(association, number, now_ns);
+        }
+    }
+
+    fn handle(&mut self, event: FabricsHostEvent, now_ns: u64) {
+        match event {
+            FabricsHostEvent::Open(association) => {
+                self.awaited = Some(association);
+                self.connect();
+            }
+            FabricsHostEvent::Close(association) => {
+                self.awaited = None;
+                self.send(now_ns);
+                if let Some(admin) = self.admin.take() {
+                    admin.close();
+                }
+                self.host.admin_closed(association, now_ns);
+            }
+            FabricsHostEvent::Queue(qid, command) => {
+                let queue = self.queues.get(usize::from(qid) - 1).and_then(Option::as_ref);
+                if let (Some(queue), Some(peer)) = (queue, self.peer) {
+                    queue.post((command, peer));
+                }
+            }
+            FabricsHostEvent::Live => self.live(now_ns),
+            FabricsHostEvent::NamespacesChanged => self.look_at_namespace(now_ns),
+            FabricsHostEvent::Lost(error) => {
+                self.note_loss(error.to_string());
+                self.say(|name, held_back| {
+                    tracing::warn!("{name}: {error}: I/O waits, and the connection is made again{held_back}");
+                });
+            }
+            FabricsHostEvent::Retry(_) => {
+                self.has_failed = true;
+                let why = self.why();
+                self.note_loss(why);
+            }
+            FabricsHostEvent::FastFail => self.say(|name, held_back| {
+                tracing::error!("{name}: not connected for fast_io_fail_s: I/O fails until it is{held_back}");
+            }),
+            FabricsHostEvent::Failed(error) => {
+                self.has_failed = true;
+                self.note_loss(error.to_string());
+                tracing::error!("{}: {error}: given up, all I/O fails; open the device again", self.config.name);
+            }
+            FabricsHostEvent::Over => self.is_over = true,
+            FabricsHostEvent::AnaChanged
+            | FabricsHostEvent::DiscoveryChanged
+            | FabricsHostEvent::Discovered(..)
+            | FabricsHostEvent::Completed { .. }
+            | FabricsHostEvent::Fenced(..) => {}
+        }
+    }
+
+    fn note_loss(&mut self, why: String) {
+        self.shared.note(|view| (view.is_connected, view.last_loss) = (false, Some(why)));
+    }
+
+    /// Logs what the controller causes, at a bounded rate.
+    fn say(&mut self, line: impl FnOnce(&str, HeldBack)) {
+        if let Some(held_back) = self.log.pass(self.config.clock.now()) {
+            line(&self.config.name, HeldBack(held_back));
+        }
+    }
+
+    fn live(&mut self, now_ns: u64) {
+        if self.namespace.is_none() {
+            match find_namespace(self.host.namespaces(), self.config.namespace) {
+                Ok(_) if self.queues_max() == 0 => {
+                    (self.cause, self.has_failed) = (Some("the controller grants no I/O queue".into()), true);
+                    return;
+                }
+                Ok(found) => self.namespace = Some(found),
+                Err(cause) => {
+                    (self.cause, self.has_failed) = (Some(cause), true);
+                    return;
+                }
+            }
+        }
+        (self.has_failed, self.cause) = (false, None);
+        self.shared.note(|view| {
+            view.is_connected = true;
+            view.sessions += 1;
+        });
+        self.look_at_namespace(now_ns);
+    }
+
+    /// Whether the namespace is as it was. One that is not ends the association, and I/O waits for another.
+    fn look_at_namespace(&mut self, now_ns: u64) {
+        let Some(known) = &self.namespace else { return };
+        let nsid = known.namespace.nsid;
+        let found = self.host.namespaces().iter().find(|found| found.namespace.nsid == nsid);
+        let found = found.ok_or_else(|| format!("namespace {nsid} was removed; attach it again"));
+        match found.and_then(|found| check_same(known, found).map(|()| found.info.capacity_sectors)) {
+            Ok(sectors) => {
+                let old = self.shared.set_capacity(sectors);
+                if old != sectors && old != 0 {
+                    self.say(|name, held_back| {
+                        tracing::info!("{name}: the capacity changed from {old} to {sectors} sectors{held_back}");
+                    });
+                }
+            }
+            Err(why) => {
+                self.say(|name, held_back| {
+                    tracing::error!("{name}: {why}; I/O waits until it is as before{held_back}");
+                });
+                self.note_loss(why);
+                self.host.reset(now_ns);
+            }
+        }
+    }
+
+    /// Sleeps until there is a command or an event, or something is due.
+    fn wait(&self) {
+        let deadline = self.deadline_ns.map(|due_ns| self.began + Duration::from_nanos(due_ns));
+        let mut fds = vec![PollFd::new(&*self.wake, PollFlags::IN)];
+        if let Some(admin) = &self.admin {
+            let (socket, events) = admin.events();
+            fds.push(PollFd::from_borrowed_fd(socket, events));
+        }
+        // After an early end everything is checked again.
+        let _ = self.config.clock.wait(&mut fds, deadline);
+    }
+
+    /// Disconnects in order, for a bounded time.
+    fn shut_down(&mut self) {
+        let until_ns = self.now_ns() + SHUT_DOWN_MAX.as_nanos() as u64;
+        if self.host.state() == ControllerState::DeletingNoIo {
+            return;
+        }
+        self.host.disconnect(self.now_ns());
+        loop {
+            self.step();
+            if self.is_over || self.now_ns() >= until_ns {
+                return;
+            }
+            self.deadline_ns = Some(self.deadline_ns.map_or(until_ns, |due_ns| due_ns.min(until_ns)));
+            self.wait();
+        }
+    }
+}

@@ -1,0 +1,157 @@
+//! A namespace over TCP as a disk: opening and operations.
+
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use blkyard_mq::{DeviceInfo, QueueKind};
+use blkyard_sys::EventFd;
+
+use crate::AttachError;
+use crate::mailbox::ControlSender;
+use crate::nvme_tcp::control::TcpControl;
+use crate::nvme_tcp::mailbox::TcpCommand;
+use crate::nvme_tcp::{TcpNamespaceConfig, TcpNamespaceQueue};
+
+/// How long the control thread may take to open a queue. It never waits for the controller.
+const ANSWER_MAX: Duration = Duration::from_secs(10);
+
+/// State of an attached namespace at one moment, for other threads.
+#[derive(Clone, Debug, Default)]
+pub struct TcpNamespaceView {
+    /// Whether the association is live.
+    pub is_connected: bool,
+    /// Number of associations that were live, this one included.
+    pub sessions: u64,
+    /// Reason of the last loss.
+    pub last_loss: Option<String>,
+}
+
+/// State shared by the disk and its control thread.
+#[derive(Debug, Default)]
+pub(super) struct TcpShared {
+    capacity_sectors: AtomicU64,
+    view: Mutex<TcpNamespaceView>,
+}
+
+impl TcpShared {
+    /// Records a change.
+    pub(super) fn note(&self, change: impl FnOnce(&mut TcpNamespaceView)) {
+        change(&mut self.view.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+
+    /// Sets the size, sectors. Returns the previous one.
+    pub(super) fn set_capacity(&self, sectors: u64) -> u64 {
+        self.capacity_sectors.swap(sectors, Relaxed)
+    }
+}
+
+/// A namespace of an NVMe controller over TCP.
+///
+/// The association ends once this and all its queues are dropped.
+#[derive(Debug)]
+pub struct TcpNamespace {
+    shared: Arc<TcpShared>,
+    wake: Arc<EventFd>,
+    /// Until the end.
+    commands: Option<ControlSender<TcpCommand>>,
+    config: TcpNamespaceConfig,
+    info: DeviceInfo,
+    nsid: u32,
+    queues: usize,
+    depth: usize,
+    control: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl TcpNamespace {
+    /// Connects to the controller and brings it up.
+    ///
+    /// # Errors
+    /// See [`AttachError`]: each names device, cause and cure.
+    pub fn open(config: TcpNamespaceConfig) -> Result<TcpNamespace, AttachError> {
+        let failed = |source| AttachError::System { disk: config.name.clone(), source };
+        let wake = Arc::new(EventFd::new().map_err(failed)?);
+        let (shared, (sender, receiver)) = (Arc::new(TcpShared::default()), channel());
+        let control = TcpControl::open(config.clone(), Arc::clone(&shared), receiver, Arc::clone(&wake))?;
+        let Some(found) = control.namespace().cloned() else { unreachable!("the controller is live") };
+        let (queues, depth) = (control.queues_max(), control.depth());
+        let thread = std::thread::Builder::new().name("nvme-tcp".into());
+        let control = Mutex::new(Some(thread.spawn(move || control.run()).map_err(failed)?));
+        let commands = Some(ControlSender::new(sender, &wake, &wake));
+        let mut info = found.info;
+        (info.name, info.timeout_ns) = (config.name.clone(), config.io_max_ns);
+        let nsid = found.namespace.nsid;
+        Ok(TcpNamespace { shared, wake, commands, config, info, nsid, queues, depth, control })
+    }
+
+    /// Properties of the disk when it was attached.
+    pub fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    /// Number of the namespace.
+    pub fn nsid(&self) -> u32 {
+        self.nsid
+    }
+
+    /// Its size now, sectors: the controller may tell of another one at any time.
+    pub fn capacity_sectors(&self) -> u64 {
+        self.shared.capacity_sectors.load(Relaxed)
+    }
+
+    /// Queues that can be open at one time.
+    pub fn queues_max(&self) -> usize {
+        self.queues
+    }
+
+    /// Requests that one queue can have in flight.
+    pub fn depth_max(&self) -> usize {
+        self.depth
+    }
+
+    /// Whether its control thread has ended, which never happens by itself while this exists.
+    pub fn is_finished(&self) -> bool {
+        self.control.lock().unwrap_or_else(PoisonError::into_inner).as_ref().is_none_or(JoinHandle::is_finished)
+    }
+
+    /// State for inspection.
+    pub fn view(&self) -> TcpNamespaceView {
+        self.shared.view.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Opens one more queue of `depth` requests.
+    ///
+    /// # Errors
+    /// All queues are open, or the depth is more than the controller allows.
+    pub fn queue(&self, kind: QueueKind, depth: usize) -> Result<TcpNamespaceQueue, AttachError> {
+        let (disk, room) = (self.config.name.clone(), self.depth);
+        if depth > room {
+            let cure = "lower the depth, or raise ?queue_size=N if the controller has longer queues".into();
+            return Err(AttachError::Depth { disk, depth, room, cure });
+        }
+        let (answer, wait) = channel();
+        let Some(commands) = self.commands.clone().filter(|to| to.send(TcpCommand::Open(kind, answer))) else {
+            return Err(AttachError::Ended { disk });
+        };
+        self.wake.signal();
+        let opened = wait.recv_timeout(ANSWER_MAX).map_err(|error| match error {
+            RecvTimeoutError::Timeout => AttachError::Busy { disk, limit: ANSWER_MAX },
+            RecvTimeoutError::Disconnected => AttachError::Ended { disk },
+        })??;
+        Ok(TcpNamespaceQueue::new(opened, commands, self.config.host.connect_ns))
+    }
+}
+
+impl Drop for TcpNamespace {
+    /// Disconnects, if no queue is left to do so.
+    fn drop(&mut self) {
+        let is_last = self.commands.take().is_some_and(|commands| commands.is_last());
+        let control = self.control.lock().unwrap_or_else(PoisonError::into_inner).take_if(|_| is_last);
+        if let Some(control) = control {
+            let _ = control.join();
+        }
+    }
+}
