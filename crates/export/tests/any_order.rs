@@ -150,7 +150,7 @@ impl<'a> Wild<'a> {
             }
             18 => {
                 let info = DeviceInfo { capacity_sectors: 16384 - large % 8 * 8, ..disk_info() };
-                let _ = self.world.exports[0].server().hand().change(Arc::new(info)).recv();
+                let _ = self.world.exports[0].server().hand().change(0, Arc::new(info)).recv();
                 true
             }
             19 => {

@@ -45,7 +45,7 @@ fn a_disk_that_has_grown_says_so_and_takes_writes_where_there_was_nothing() {
     let mut end = channel(&mut front);
     let hand = world.exports[0].server().hand();
     assert_ne!(vq.write(16_384, &[1; 512]), 0, "beyond the end");
-    let answer = hand.change(Arc::new(sized(32_768)));
+    let answer = hand.change(0, Arc::new(sized(32_768)));
     assert_eq!(answer.recv_timeout(PATIENCE).unwrap(), Ok(Changed::Told));
     let mut message = [0; 12];
     end.read_exact(&mut message).unwrap();
@@ -57,15 +57,15 @@ fn a_disk_that_has_grown_says_so_and_takes_writes_where_there_was_nothing() {
     // Other limits are not announced.
     let mut limited = sized(32_768);
     limited.limits.sectors_max = 8;
-    assert_eq!(hand.change(Arc::new(limited)).recv_timeout(PATIENCE).unwrap(), Ok(Changed::Silent));
+    assert_eq!(hand.change(0, Arc::new(limited)).recv_timeout(PATIENCE).unwrap(), Ok(Changed::Silent));
     assert_eq!(vq.write(0, &[2; 8192]), 0, "in two requests");
     assert_eq!(world.exports[0].stats(0).snapshot().ops[1].ios, 3);
     front.leave(&world.exports[0]);
-    assert_eq!(hand.change(Arc::new(sized(16_384))).recv_timeout(PATIENCE).unwrap(), Ok(Changed::Unseen));
+    assert_eq!(hand.change(0, Arc::new(sized(16_384))).recv_timeout(PATIENCE).unwrap(), Ok(Changed::Unseen));
     let mut front = Front::connect(&world.exports[0]);
     assert_eq!(front.config(0, 8).unwrap(), 16_384_u64.to_le_bytes());
     assert_eq!(
-        hand.change(Arc::new(sized(8))).recv_timeout(PATIENCE).unwrap(),
+        hand.change(0, Arc::new(sized(8))).recv_timeout(PATIENCE).unwrap(),
         Ok(Changed::Untold),
         "it gave no channel"
     );
@@ -108,7 +108,7 @@ fn a_load_does_not_notice_that_its_disk_changes() {
         }
         for round in 0..50 {
             let info = Arc::new(sized(16_384 + round * 8));
-            hand.change(info).recv_timeout(PATIENCE).unwrap().unwrap();
+            hand.change(0, info).recv_timeout(PATIENCE).unwrap().unwrap();
             let depth = 1 + round as usize * 5 % 128;
             assert_eq!(hand.set_depth(depth).recv_timeout(PATIENCE).unwrap(), Ok(depth));
         }
@@ -127,7 +127,7 @@ fn a_change_waits_for_what_was_fetched_and_holds_up_nobody_else() {
     vq.put(0, kind::OUT, 0, Data::Out(&[1; 512]));
     vq.publish();
     until("the write is with the device", || gate.held() == 1);
-    let answer = world.exports[0].server().hand().change(Arc::new(sized(8)));
+    let answer = world.exports[0].server().hand().change(0, Arc::new(sized(8)));
     assert!(answer.recv_timeout(Duration::from_millis(50)).is_err());
     bystander.goes_on();
     gate.set_shut(false);
@@ -145,7 +145,7 @@ fn a_front_end_that_stops_in_the_middle_of_a_message_delays_no_change() {
     let mut connection = front.raw.0.try_clone().unwrap();
     // The first third of a header.
     connection.write_all(&1_u32.to_ne_bytes()).unwrap();
-    let changed = world.exports[0].server().hand().change(Arc::new(sized(8)));
+    let changed = world.exports[0].server().hand().change(0, Arc::new(sized(8)));
     assert!(changed.recv_timeout(PATIENCE).unwrap().is_ok());
     connection.write_all(&[1_u32.to_ne_bytes(), 0_u32.to_ne_bytes()].concat()).unwrap();
     connection.read_exact(&mut [0; 20]).unwrap();
@@ -169,7 +169,7 @@ fn a_front_end_that_asks_and_never_reads_delays_no_change() {
         // In part, at the end: the other half never comes.
         let _ = (&front.raw.0).write(&question);
     }
-    let changed = world.exports[0].server().hand().change(Arc::new(sized(8)));
+    let changed = world.exports[0].server().hand().change(0, Arc::new(sized(8)));
     assert!(changed.recv_timeout(PATIENCE).unwrap().is_ok());
     drop(front);
     world.stop();

@@ -6,6 +6,7 @@
 use std::fmt::{Debug, Display};
 use std::io;
 use std::sync::Arc;
+use std::time::Instant;
 
 use blkyard_mem::DmaDomain;
 use blkyard_mq::{DeviceInfo, RateLimit, SchedulerConfig};
@@ -19,11 +20,11 @@ use super::queue::{QueueRemote, QueueSession};
 
 /// A disk as front-ends see it.
 pub trait ExportedDisk: Send + 'static {
-    /// Properties of the device.
-    fn info(&self) -> &DeviceInfo;
+    /// Properties of its devices, by number: one, or each namespace of a controller.
+    fn infos(&self) -> Vec<&DeviceInfo>;
 
-    /// Changes the device.
-    fn set_info(&mut self, info: &Arc<DeviceInfo>);
+    /// Changes the device of this number.
+    fn set_info(&mut self, device: u16, info: &Arc<DeviceInfo>);
 
     /// Number of queues offered to a front-end.
     fn queues(&self) -> u16;
@@ -89,14 +90,17 @@ pub trait FrontEndSession: Sized + Send + 'static {
     /// Descriptor to wait for, and the awaited events.
     fn interest(&self) -> (AwaitedFd, EventFlags);
 
+    /// Latest time of the next step, if any: it runs also without a ready descriptor.
+    fn deadline(&self) -> Option<Instant>;
+
     /// The export's configuration, for changes that are invisible to a front-end.
     fn with_config<T>(&mut self, change: impl FnOnce(&mut ExportConfig<Self>) -> T) -> T;
 
-    /// Changes the device: queues drain, change and continue.
+    /// Changes the device of this number: queues drain, change and continue.
     ///
     /// # Errors
     /// A queue cannot resume.
-    fn change(&mut self, info: &Arc<DeviceInfo>) -> Result<Changed, String>;
+    fn change(&mut self, device: u16, info: &Arc<DeviceInfo>) -> Result<Changed, String>;
 
     /// Drains, and returns the handover state. Returns the numbers of the queues that ran in any case.
     fn hand_over(&mut self) -> (Vec<usize>, Result<Self::State, String>);
@@ -146,24 +150,26 @@ pub struct ExportConfig<F: FrontEndSession> {
 }
 
 impl<F: FrontEndSession> ExportConfig<F> {
-    /// Changes the device. Its queues are drained.
+    /// Changes the device of this number. Its queues are drained.
     ///
     /// # Errors
     /// A queue does not drain, or its lane has ended.
-    pub fn change(&mut self, info: &Arc<DeviceInfo>) -> Result<(), String> {
+    pub fn change(&mut self, device: u16, info: &Arc<DeviceInfo>) -> Result<(), String> {
         for (number, queue) in self.queues.iter().enumerate() {
-            let changed = queue.change(info).unwrap_or_else(|gone| Err(gone.to_string()));
+            let changed = queue.change(device, info).unwrap_or_else(|gone| Err(gone.to_string()));
             changed.map_err(|why| format!("queue {number}: {why}"))?;
         }
-        self.disk.set_info(info);
+        self.disk.set_info(device, info);
         Ok(())
     }
 
     /// Adds queues with the settings of the existing ones; adds none if one fails.
     pub(super) fn add(&mut self, more: Vec<QueueRemote<F::Queue>>, depth: Option<usize>) -> Result<(), String> {
-        let info = Arc::new(self.disk.info().clone());
+        let infos: Vec<_> = self.disk.infos().into_iter().cloned().map(Arc::new).collect();
         for queue in &more {
-            queue.change(&info).map_err(|gone| gone.to_string())??;
+            for (device, info) in (0..).zip(&infos) {
+                queue.change(device, info).map_err(|gone| gone.to_string())??;
+            }
             depth.map(|depth| queue.set_depth(depth)).transpose().map_err(|gone| gone.to_string())?;
         }
         self.queues.extend(more);
@@ -177,13 +183,14 @@ impl<F: FrontEndSession> ExportConfig<F> {
         Ok(depths.into_iter().min().unwrap_or(depth))
     }
 
-    /// Sets the scheduler of each queue.
-    pub(super) fn schedule(&mut self, config: SchedulerConfig) -> Result<(), String> {
-        self.queues.iter().try_for_each(|queue| queue.schedule(config)).map_err(|gone| gone.to_string())
+    /// Sets the scheduler of a device in each queue.
+    pub(super) fn schedule(&mut self, device: u16, config: SchedulerConfig) -> Result<(), String> {
+        self.queues.iter().try_for_each(|queue| queue.schedule(device, config)).map_err(|gone| gone.to_string())
     }
 
-    /// Sets the rate limits of the queues.
-    pub(super) fn set_rates(&mut self, limits: &[Arc<RateLimit>]) -> Result<(), String> {
-        self.queues.iter().try_for_each(|queue| queue.set_rates(limits.to_vec())).map_err(|gone| gone.to_string())
+    /// Sets the rate limits of a device in each queue.
+    pub(super) fn set_rates(&mut self, device: u16, limits: &[Arc<RateLimit>]) -> Result<(), String> {
+        let mut queues = self.queues.iter();
+        queues.try_for_each(|queue| queue.set_rates(device, limits.to_vec())).map_err(|gone| gone.to_string())
     }
 }

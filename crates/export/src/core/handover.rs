@@ -31,6 +31,15 @@ pub struct ExportState<T> {
     pub session: Option<T>,
 }
 
+impl<T> ExportState<T> {
+    /// The same with another description of the session.
+    pub fn map_session<U>(self, change: impl FnOnce(T) -> U) -> ExportState<U> {
+        let ExportState { listener, path, identity, made, offered, depth, wce, session } = self;
+        let session = session.map(change);
+        ExportState { listener, path, identity, made, offered, depth, wce, session }
+    }
+}
+
 /// A quiesced export with its handover state.
 #[derive(Debug)]
 pub struct Handed<T> {

@@ -8,6 +8,10 @@ use std::time::Instant;
 
 use blkyard_mq::{HeldBack, LogLimit};
 
+/// QEMU's options for shared guest memory.
+pub(crate) const SHARE: &str = "start QEMU with -object memory-backend-memfd,id=mem,size=SIZE,share=on \
+                                -machine memory-backend=mem, where SIZE is that of -m";
+
 /// The log of one export.
 #[derive(Debug)]
 pub struct ExportLog {

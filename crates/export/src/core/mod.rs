@@ -22,10 +22,12 @@ pub use control_loop::{AwaitedFd, ControlLoop};
 pub use front_end::{ExportConfig, ExportedDisk, FrontEndSession, SessionEnd, SessionStep};
 pub use handover::{ExportState, Handed, QuiescedExport};
 pub use log::ExportLog;
+pub(crate) use log::SHARE;
 pub use orders::{Changed, ExportHand};
 pub use queue::{
-    BioFeed, DetachedQueue, FetchPace, LaneGone, PartError, QueueHost, QueueMover, QueuePoller, QueuePort, QueueRemote,
-    QueueSession, QueueShare, QueueSignals, QueueView, QueueWatch, RingView, Suspension, on_demand_queue, queue_pair,
+    BioFeed, DetachedQueue, FetchPace, HwQueueSet, LaneGone, PartError, PendingFlush, QueueHost, QueueMover,
+    QueuePoller, QueuePort, QueueRemote, QueueSession, QueueShare, QueueSignals, QueueView, QueueWatch, RingView,
+    Suspension, on_demand_queue, queue_pair,
 };
 pub use server::{ExportStatus, Server, Taking};
 pub use socket::{BoundSocket, SocketConfig, SocketError};

@@ -28,14 +28,14 @@ pub enum Changed {
 
 /// An order to an export.
 pub(super) enum ExportCommand<F: FrontEndSession> {
-    /// Change the device.
-    Change(Arc<DeviceInfo>, Sender<Result<Changed, String>>),
+    /// Change the device of this number.
+    Change(u16, Arc<DeviceInfo>, Sender<Result<Changed, String>>),
     /// Limit the requests in flight of each queue; the answer is the new limit.
     Depth(usize, Sender<Result<usize, String>>),
-    /// Set the scheduler of each queue.
-    Schedule(SchedulerConfig, Sender<Result<(), String>>),
-    /// Set the rate limits of each queue.
-    Rates(Vec<Arc<RateLimit>>, Sender<Result<(), String>>),
+    /// Set the scheduler of a device in each queue.
+    Schedule(u16, SchedulerConfig, Sender<Result<(), String>>),
+    /// Set the rate limits of a device in each queue.
+    Rates(u16, Vec<Arc<RateLimit>>, Sender<Result<(), String>>),
     /// Add these queues, and offer this number of queues from the next front-end on.
     Offer(u16, Vec<QueueRemote<F::Queue>>, Sender<Result<Changed, String>>),
     /// Confirm that orders are executed.
@@ -66,10 +66,10 @@ pub(super) fn orders<F: FrontEndSession>(caller: EndpointCaller) -> (ExportHand<
 }
 
 impl<F: FrontEndSession> ExportHand<F> {
-    /// Changes the device, such as its size or limits. Queues drain, change and resume; a front-end that supports it is
-    /// notified of a changed size. The channel closes without an answer if the export has ended.
-    pub fn change(&self, info: Arc<DeviceInfo>) -> Receiver<Result<Changed, String>> {
-        self.give(|answer| ExportCommand::Change(info, answer))
+    /// Changes the device of this number, such as its size or limits. Queues drain, change and resume; a front-end that
+    /// supports it is notified of a changed size. The channel closes without an answer if the export has ended.
+    pub fn change(&self, device: u16, info: Arc<DeviceInfo>) -> Receiver<Result<Changed, String>> {
+        self.give(|answer| ExportCommand::Change(device, info, answer))
     }
 
     /// Limits the requests in flight of each queue. The answer is the new limit, which never exceeds that of the
@@ -78,14 +78,14 @@ impl<F: FrontEndSession> ExportHand<F> {
         self.give(|answer| ExportCommand::Depth(depth, answer))
     }
 
-    /// Sets the scheduler of each queue. Keeps all bios and drains no queue.
-    pub fn schedule(&self, config: SchedulerConfig) -> Receiver<Result<(), String>> {
-        self.give(|answer| ExportCommand::Schedule(config, answer))
+    /// Sets the scheduler of a device in each queue. Keeps all bios and drains no queue.
+    pub fn schedule(&self, device: u16, config: SchedulerConfig) -> Receiver<Result<(), String>> {
+        self.give(|answer| ExportCommand::Schedule(device, config, answer))
     }
 
-    /// Sets the shared rate limits of its queues; empty for unlimited. Drains no queue.
-    pub fn set_rates(&self, limits: Vec<Arc<RateLimit>>) -> Receiver<Result<(), String>> {
-        self.give(|answer| ExportCommand::Rates(limits, answer))
+    /// Sets the rate limits of a device, which its queues share; empty for unlimited. Drains no queue.
+    pub fn set_rates(&self, device: u16, limits: Vec<Arc<RateLimit>>) -> Receiver<Result<(), String>> {
+        self.give(|answer| ExportCommand::Rates(device, limits, answer))
     }
 
     /// Sets the number of queues offered from the next front-end on: at least one, at most the number of queues that

@@ -132,7 +132,24 @@ impl<F: FrontEndSession> Server<F> {
         config: ExportConfig<F>,
     ) -> io::Result<Server<F>> {
         let status = ExportStatus::new(config.name.clone(), config.disk.queues());
-        Server::add(control, socket.into(), status, ExportPhase::Waiting(config, None))
+        Server::add(control, Some(socket.into()), status, ExportPhase::Waiting(config, None))
+    }
+
+    /// Serves by one session, which accepts connections by itself and lasts as long as the export.
+    ///
+    /// # Errors
+    /// The session cannot be made.
+    pub(crate) fn start_session(
+        control: &ControlLoop,
+        config: ExportConfig<F>,
+        make: impl FnOnce(ExportConfig<F>, &Arc<ExportLog>) -> io::Result<F>,
+    ) -> io::Result<Server<F>> {
+        let status = ExportStatus::new(config.name.clone(), config.disk.queues());
+        let session = make(config, &status.log)?;
+        status.note(session.view());
+        status.connected.store(true, Ordering::Relaxed);
+        let front_end = ConnectedFrontEnd { session, waiters: Waiters::default() };
+        Server::add(control, None, status, ExportPhase::Connected(Box::new(front_end)))
     }
 
     /// Prepares to continue an export that another process has handed over, on its socket. Before [`Taking::go`], no
@@ -179,18 +196,19 @@ impl<F: FrontEndSession> Server<F> {
             }
         };
         let (go, told) = channel();
-        let server = Server::add(control, socket.into(), status, ExportPhase::Prepared(told, begin)).map_err(said)?;
+        let server = Server::add(control, Some(socket.into()), status, ExportPhase::Prepared(told, begin));
+        let server = server.map_err(said)?;
         Ok(Taking { go, server })
     }
 
     fn add(
         control: &ControlLoop,
-        socket: Arc<BoundSocket>,
+        socket: Option<Arc<BoundSocket>>,
         status: Arc<ExportStatus<F::View>>,
         phase: ExportPhase<F>,
     ) -> io::Result<Server<F>> {
         // The polled connection may be gone: another process may share the listener.
-        socket.listener().set_nonblocking(true)?;
+        socket.iter().try_for_each(|socket| socket.listener().set_nonblocking(true))?;
         let asked = Arc::new(AtomicBool::new(false));
         let (about, stopped) = (Arc::clone(&status), Arc::clone(&asked));
         let mut hand = None;
@@ -307,7 +325,8 @@ struct ExportEndpoint<F: FrontEndSession> {
 
 /// Resources of an export: its socket, orders and published state.
 struct ExportContext<F: FrontEndSession> {
-    socket: Arc<BoundSocket>,
+    /// Unset if its session accepts connections by itself.
+    socket: Option<Arc<BoundSocket>>,
     stop: Stop,
     status: Arc<ExportStatus<F::View>>,
     orders: ExportCommands<F>,
@@ -326,17 +345,20 @@ impl<F: FrontEndSession> Endpoint for ExportEndpoint<F> {
         match &self.phase {
             ExportPhase::Over => EndpointState::Over,
             ExportPhase::Waiting(_, until) => EndpointState::Waiting(*until),
-            ExportPhase::Connected(front_end) => EndpointState::Waiting(front_end.waiters.deadline),
+            ExportPhase::Connected(front_end) => {
+                let deadlines = [front_end.waiters.deadline, front_end.session.deadline()];
+                EndpointState::Waiting(deadlines.into_iter().flatten().min())
+            }
             ExportPhase::Prepared(..) | ExportPhase::Resting(..) => EndpointState::Waiting(None),
         }
     }
 
     fn interests(&self) -> Vec<(AwaitedFd, EventFlags)> {
-        let listener = || (Arc::clone(&self.context.socket) as _, EventFlags::IN);
+        let listener = || Some((Arc::clone(self.context.socket.as_ref()?) as _, EventFlags::IN));
         match &self.phase {
-            ExportPhase::Waiting(_, None) => vec![listener()],
+            ExportPhase::Waiting(_, None) => listener().into_iter().collect(),
             ExportPhase::Connected(front_end) => {
-                let others = front_end.waiters.looks.then(listener);
+                let others = if front_end.waiters.looks { listener() } else { None };
                 others.into_iter().chain([front_end.session.interest()]).collect()
             }
             _ => Vec::new(),
@@ -345,6 +367,11 @@ impl<F: FrontEndSession> Endpoint for ExportEndpoint<F> {
 }
 
 impl<F: FrontEndSession> ExportContext<F> {
+    /// Whether the socket's file is removed at the end.
+    fn set_owned(&self, is_owned: bool) {
+        self.socket.iter().for_each(|socket| socket.set_owned(is_owned));
+    }
+
     /// One state transition; returns whether another may follow at once.
     fn advance(&self, phase: ExportPhase<F>) -> (ExportPhase<F>, bool) {
         let stops = self.stop.asked.load(Ordering::SeqCst);
@@ -352,7 +379,7 @@ impl<F: FrontEndSession> ExportContext<F> {
             ExportPhase::Over => (ExportPhase::Over, false),
             ExportPhase::Prepared(told, begin) => match told.try_recv() {
                 Ok(()) => {
-                    self.socket.set_owned(true);
+                    self.set_owned(true);
                     match begin {
                         Begin::Waiting(config) => (ExportPhase::Waiting(config, None), true),
                         Begin::Connected(session, start) => (self.begin(*session, 0, Some(start)), true),
@@ -381,7 +408,9 @@ impl<F: FrontEndSession> ExportContext<F> {
                 self.status.note(front_end.session.view());
                 match step {
                     SessionStep::Waiting => {
-                        front_end.waiters.look_at(&self.socket, &self.status.log);
+                        if let Some(socket) = &self.socket {
+                            front_end.waiters.look_at(socket, &self.status.log);
+                        }
                         (ExportPhase::Connected(front_end), false)
                     }
                     SessionStep::Handled => (ExportPhase::Connected(front_end), true),
@@ -391,7 +420,7 @@ impl<F: FrontEndSession> ExportContext<F> {
             ExportPhase::Resting(said, rested) => match (said.try_recv(), rested) {
                 (Err(TryRecvError::Empty), rested) => (ExportPhase::Resting(said, rested), false),
                 (Ok(()), rested) => {
-                    self.socket.set_owned(false);
+                    self.set_owned(false);
                     match rested {
                         Rested::Waiting(_) => {
                             self.status.log.info("the export was handed over to another process");
@@ -413,11 +442,12 @@ impl<F: FrontEndSession> ExportContext<F> {
 
     /// Accepts the next front-end, if one waits.
     fn accept(&self, mut config: ExportConfig<F>) -> (ExportPhase<F>, bool) {
-        if !is_ready(self.socket.listener(), PollFlags::IN) {
+        let Some(socket) = &self.socket else { return (ExportPhase::Over, false) };
+        if !is_ready(socket.listener(), PollFlags::IN) {
             return (ExportPhase::Waiting(config, None), false);
         }
         let log = &self.status.log;
-        match F::reserve().and_then(|reserve| Ok((reserve, self.socket.accept()?))) {
+        match F::reserve().and_then(|reserve| Ok((reserve, socket.accept()?))) {
             Ok((reserve, Some(taken))) => {
                 log.info("a front-end connected");
                 config.disk.set_queues(self.status.offered());
@@ -466,10 +496,10 @@ impl<F: FrontEndSession> ExportContext<F> {
                     }
                 }
                 ExportCommand::Hear(answer) => drop(answer.send(())),
-                ExportCommand::Change(info, answer) => {
+                ExportCommand::Change(device, info, answer) => {
                     let _ = answer.send(match subject {
-                        Subject::Waiting(config) => config.change(&info).map(|()| Changed::Unseen),
-                        Subject::Connected(session) => session.change(&info),
+                        Subject::Waiting(config) => config.change(device, &info).map(|()| Changed::Unseen),
+                        Subject::Connected(session) => session.change(device, &info),
                     });
                 }
                 ExportCommand::Depth(depth, answer) => {
@@ -477,11 +507,11 @@ impl<F: FrontEndSession> ExportContext<F> {
                     set.iter().for_each(|depth| self.status.depth.store(*depth, Ordering::Relaxed));
                     let _ = answer.send(set);
                 }
-                ExportCommand::Schedule(config, answer) => {
-                    let _ = answer.send(subject.with_config(|ours| ours.schedule(config)));
+                ExportCommand::Schedule(device, config, answer) => {
+                    let _ = answer.send(subject.with_config(|ours| ours.schedule(device, config)));
                 }
-                ExportCommand::Rates(limits, answer) => {
-                    let _ = answer.send(subject.with_config(|config| config.set_rates(&limits)));
+                ExportCommand::Rates(device, limits, answer) => {
+                    let _ = answer.send(subject.with_config(|config| config.set_rates(device, &limits)));
                 }
                 ExportCommand::Offer(queues, more, answer) => {
                     let _ = answer.send(self.offer(subject, queues, more));
@@ -522,10 +552,11 @@ impl<F: FrontEndSession> ExportContext<F> {
         };
         let (made, wce) = subject.with_config(|config| (config.queues.len() as u16, config.disk.write_cache()));
         let state = session.and_then(|session| {
+            let socket = self.socket.as_ref().ok_or("it has no socket that can be handed over")?;
             Ok(ExportState {
-                listener: self.socket.listener().as_fd().try_clone_to_owned().map_err(|error| error.to_string())?,
-                path: std::path::absolute(self.socket.path()).map_err(|error| error.to_string())?,
-                identity: self.socket.identity(),
+                listener: socket.listener().as_fd().try_clone_to_owned().map_err(|error| error.to_string())?,
+                path: std::path::absolute(socket.path()).map_err(|error| error.to_string())?,
+                identity: socket.identity(),
                 made,
                 offered: self.status.offered(),
                 depth: self.status.depth(),

@@ -1,71 +1,122 @@
 //! The NVMe controller of a session: its registers and admin queue on the control path, its I/O queues on their lanes.
 //!
-//! Registers and the doorbell of the admin queue are written by messages, so the admin queue is processed after such a
-//! write and at no other time. Commands of the admin side for an I/O queue are executed while that queue is suspended,
-//! like changes of memory, of the device and of interrupts: suspend, change, resume. A deletion of a queue and a reset
-//! are therefore complete when their message is.
+//! Registers are written by messages, and doorbells by messages or in shared memory. The admin queue is processed after
+//! a message, and with shared doorbells periodically. Commands of the admin side for an I/O queue are executed while
+//! that queue is suspended, like changes of memory and of the device: suspend, change, resume.
 //!
-//! Message handling is in `session.rs`.
+//! A queue may drain for as long as its device takes. A message waits for that a moment only: what takes longer, such
+//! as a deletion or a reset, is complete later, and the host sees it by the completion or by CSTS. The reply to
+//! a change of memory says that the old memory is no longer used, so it is sent later: see `change.rs`.
+//!
+//! Abort of an I/O command is the exception among commands for a queue: it does not wait for the queue to drain. The
+//! lane of a running queue aborts the command as far as no device has it: see [`AbortList`] and
+//! [`ControllerIoQueue::abort`]. A command at a device is answered with "not aborted", since a device cannot cancel it.
+//!
+//! Message handling is in `session.rs`, handover in `handover.rs`.
 
+use std::collections::VecDeque;
 use std::io;
-use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixStream;
+use std::ops::RangeInclusive;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use blkyard_mem::{DmaMapping, Region, View};
-use blkyard_mq::DeviceInfo;
 use blkyard_nvme::registers::{DOORBELLS, sq_doorbell};
 use blkyard_nvme::{
     Controller, ControllerIoQueue, ControllerOptions, ControllerQueueCommand, ControllerQueueReply, ControllerRequest,
-    NamespaceTable, RegisterFault, ServedNamespace,
+    RegisterFault,
 };
 use blkyard_sys::EventFd;
-use blkyard_wire::vfio_user::{DmaMapRequest, DmaUnmapRequest};
+use blkyard_wire::vfio_user::{DmaMapRequest, DmaUnmapRequest, SparseArea};
 
+use super::change::{FunctionChange, PendingChange};
 use super::memory::{DmaError, DmaSlots};
 use super::pci::PciFunction;
-use super::queue::{NvmeQueueSetup, QueueSlot, ReplyQueue};
+use super::queue::{AbortList, NvmeQueueSetup, QueueSlot, ReplyQueue};
 use super::session::VfioSessionError;
-use super::{NvmeDisk, TRANSFER_BYTES, VfioUserExport};
-use crate::core::{ExportLog, LaneGone};
+use super::{NvmeDisk, NvmeDoorbells, TRANSFER_BYTES, VfioUserExport};
+use crate::core::{ExportLog, LaneGone, PendingFlush, Suspension};
 
-/// The one namespace.
-const NSID: u32 = 1;
 /// Maximum entries of an I/O queue.
 const ENTRIES_MAX: u16 = 1024;
 /// Maximum commands in flight of an I/O queue.
 const DEPTH: u16 = 256;
 
+/// Calls of the controller in one update, at most: a host with shared doorbells can add admin commands without end.
+const POLLS_MAX: usize = 64;
+/// Shortest and longest polling interval of the admin queue's shared doorbell. In between it is an eighth of the time
+/// since the last completion. Each poll takes 40 to 80 us of a CPU; at the longest interval that is below 0.1 % of it.
+const ADMIN_POLL: RangeInclusive<Duration> = Duration::from_millis(1)..=Duration::from_millis(100);
+
+/// Time for which a message waits for queues to drain or to flush.
+pub(super) const DRAIN_WAIT: Duration = Duration::from_millis(20);
+/// Shortest and longest polling interval of queues that take longer. In between it is an eighth of the time since any
+/// was drained: a device that hangs can hold up all exports of a daemon at once.
+const DRAIN_POLL: RangeInclusive<Duration> = Duration::from_millis(2)..=Duration::from_millis(100);
+
+/// State of a created queue.
+enum QueueState {
+    /// In its slot.
+    Stopped,
+    /// On its lane.
+    Running,
+    /// On its lane, until its last bio is back.
+    Draining(Suspension<()>),
+}
+
 /// An I/O completion queue that the host has created.
-struct CreatedQueue {
+pub(super) struct CreatedQueue {
     /// Slot of the stopped queue.
-    slot: QueueSlot,
-    /// Kick eventfd for doorbell writes; unset if no descriptor was left: the queue is polled then.
+    pub(super) slot: QueueSlot,
+    /// Commands to abort.
+    aborts: Arc<AbortList>,
+    /// Kick eventfd for doorbell writes. The queue is polled if it is unset: with shared doorbells, or if no descriptor
+    /// was left.
     kick: Option<Arc<EventFd>>,
     vector: Option<u16>,
-    is_running: bool,
+    /// Whether the command that creates it is not answered.
+    pub(super) is_new: bool,
+    /// Whether the vector's eventfd was set while the queue was not running.
+    pub(super) is_call_new: bool,
+    state: QueueState,
 }
 
 /// The controller and the state of its client.
 pub(crate) struct NvmeFunction {
     pub(crate) pci: PciFunction,
-    controller: Controller,
-    /// Memory of the doorbell registers.
-    registers: View,
-    dma: DmaSlots,
+    pub(super) controller: Controller,
+    /// Memory of the doorbell registers, at their offset in its region.
+    pub(super) registers: View,
+    /// Whether the client maps that memory.
+    pub(super) is_shared: bool,
+    /// Whether admin commands are left from the last update.
+    is_behind: bool,
+    /// Time of the last update, and of the last admin completion.
+    pub(super) updated: Instant,
+    /// Since when requests wait for queues, and none was executed.
+    waits_since: Option<Instant>,
+    admin_active: Instant,
+    pub(super) dma: DmaSlots,
     /// Keeps the memory mapped for the device, independent of its queues.
     mappings: Vec<DmaMapping>,
     /// Indexed by identifier of the completion queue, from 1.
-    queues: Vec<Option<CreatedQueue>>,
+    pub(super) queues: Vec<Option<CreatedQueue>>,
+    /// Requests of the controller that wait for queues, in order.
+    requests: VecDeque<ControllerRequest>,
+    /// The running flush, and its number.
+    flushing: Option<(u64, PendingFlush)>,
     /// Eventfd of each vector.
-    vectors: Vec<Option<Arc<EventFd>>>,
+    pub(super) vectors: Vec<Option<Arc<EventFd>>>,
     /// The admin queue interrupted while vector 0 had no eventfd.
-    is_admin_call_pending: bool,
+    pub(super) is_admin_call_pending: bool,
+    /// The change that waits for a silent device. Queues stay stopped meanwhile.
+    pub(super) change: Option<PendingChange>,
     replies: Arc<ReplyQueue>,
-    connection: Arc<UnixStream>,
-    log: Arc<ExportLog>,
+    pub(super) log: Arc<ExportLog>,
     began: Instant,
+    /// Time of the controller at `began`, ns: that of the process that it comes from.
+    pub(super) before_ns: u64,
 }
 
 impl NvmeFunction {
@@ -75,39 +126,64 @@ impl NvmeFunction {
     /// The system has no memory left.
     pub(crate) fn new(
         config: &VfioUserExport,
-        connection: &Arc<UnixStream>,
         replies: &Arc<ReplyQueue>,
         log: &Arc<ExportLog>,
     ) -> io::Result<NvmeFunction> {
-        let io_queues = config.disk.io_queues();
-        let region = Region::anonymous(sq_doorbell(io_queues + 1, 0).next_multiple_of(4096))?;
-        let len = region.len();
-        let registers = View::new(region, 0, len, 8).unwrap_or_else(|| unreachable!("a whole region"));
-        let dma = DmaSlots::default();
+        let len = DOORBELLS + doorbell_bytes(&config.disk);
+        let is_shared = config.disk.doorbells == NvmeDoorbells::Shared;
+        let region = if is_shared { Region::shared(len)? } else { Region::anonymous(len)? };
+        let (registers, dma) = (registers_in(region), DmaSlots::default());
         let controller = new_controller(&config.disk, &registers, &dma)?;
+        Ok(NvmeFunction::with(config, (replies, log), registers, dma, controller))
+    }
+
+    /// A controller with this memory.
+    pub(super) fn with(
+        config: &VfioUserExport,
+        (replies, log): (&Arc<ReplyQueue>, &Arc<ExportLog>),
+        registers: View,
+        dma: DmaSlots,
+        controller: Controller,
+    ) -> NvmeFunction {
+        let io_queues = config.disk.io_queues();
         let vectors = io_queues + 1;
         let bar0_bytes = bar0_bytes(&controller);
+        let began = Instant::now();
         let mut function = NvmeFunction {
-            pci: PciFunction::new(bar0_bytes, vectors),
+            pci: PciFunction::new(config.disk.pci_id, bar0_bytes, vectors),
             controller,
             registers,
+            is_shared: config.disk.doorbells == NvmeDoorbells::Shared,
+            is_behind: false,
+            updated: began,
+            waits_since: None,
+            admin_active: began,
             dma,
             mappings: config.domains.iter().map(|domain| domain.map(Vec::new())).collect(),
             queues: (0..io_queues).map(|_| None).collect(),
+            requests: VecDeque::new(),
+            flushing: None,
             vectors: vec![None; usize::from(vectors)],
             is_admin_call_pending: false,
+            change: None,
             replies: Arc::clone(replies),
-            connection: Arc::clone(connection),
             log: Arc::clone(log),
-            began: Instant::now(),
+            began,
+            before_ns: 0,
         };
         function.map_for_device();
-        Ok(function)
+        function
     }
 
     /// Bytes of BAR 0.
     pub(crate) fn bar0_bytes(&self) -> u64 {
         bar0_bytes(&self.controller)
+    }
+
+    /// The part of BAR 0 that the client may map, if any, and its file. The file has the layout of the region.
+    pub(crate) fn shared_doorbells(&self) -> Option<(SparseArea, BorrowedFd<'_>)> {
+        let (file, _) = self.registers.region().file().filter(|_| self.is_shared)?;
+        Some((SparseArea { offset: DOORBELLS as u64, size: self.registers.len() as u64 }, file))
     }
 
     /// Interrupt vectors.
@@ -118,6 +194,11 @@ impl NvmeFunction {
     /// DMA mappings.
     pub(crate) fn dma_maps(&self) -> usize {
         self.dma.len()
+    }
+
+    /// Bytes of mapped memory.
+    pub(crate) fn memory_bytes(&self) -> u64 {
+        self.dma.bytes()
     }
 
     /// I/O completion queues that the host has created.
@@ -151,49 +232,96 @@ impl NvmeFunction {
         Ok(Ok(()))
     }
 
+    /// Latest time of the next [`NvmeFunction::update`].
+    pub(crate) fn deadline(&self) -> Option<Instant> {
+        let after = |until_ns: u64| self.began + Duration::from_nanos(until_ns.saturating_sub(self.before_ns));
+        let keep_alive = self.controller.deadline_ns().map(after);
+        let idle = (self.updated - self.admin_active) / 8;
+        let poll = if self.is_behind { Duration::ZERO } else { idle.clamp(*ADMIN_POLL.start(), *ADMIN_POLL.end()) };
+        let doorbell = (self.is_shared && self.controller.is_processing()).then(|| self.updated + poll);
+        [keep_alive, doorbell, self.drain_deadline()].into_iter().flatten().min()
+    }
+
+    /// Time of the controller.
+    pub(super) fn time_ns(&self, now: Instant) -> u64 {
+        self.before_ns.saturating_add((now - self.began).as_nanos() as u64)
+    }
+
+    /// Whether that time has come.
+    pub(crate) fn is_due(&self) -> bool {
+        self.deadline().is_some_and(|deadline| deadline <= Instant::now())
+    }
+
+    /// Whether requests wait for queues that are to be polled now.
+    pub(crate) fn is_drain_due(&self) -> bool {
+        self.drain_deadline().is_some_and(|deadline| deadline <= Instant::now())
+    }
+
+    fn drain_deadline(&self) -> Option<Instant> {
+        let changes_since = self.change.as_ref().map(|pending| pending.since);
+        let since = [self.waits_since, changes_since].into_iter().flatten().min()?;
+        Some(self.updated + drain_poll(self.updated.saturating_duration_since(since)))
+    }
+
     /// Executes admin commands, passes on their requests to queues, and resumes stopped queues.
     pub(crate) fn update(&mut self, config: &VfioUserExport) -> Result<(), VfioSessionError> {
         self.take_replies();
         let mut is_posted = false;
-        // The doorbell is written by messages only, so at most one ring of commands is pending.
-        loop {
-            is_posted |= self.controller.poll(self.began.elapsed().as_nanos() as u64);
-            let mut is_asked = false;
-            while let Some(request) = self.controller.take_request() {
-                is_asked = true;
-                self.obey(config, request)?;
+        self.updated = Instant::now();
+        self.is_behind = true;
+        // Waits for new requests only.
+        let wait = if self.requests.is_empty() { DRAIN_WAIT } else { Duration::ZERO };
+        let until = Some(self.updated + wait);
+        for _ in 0..POLLS_MAX {
+            is_posted |= self.controller.poll(self.time_ns(self.updated));
+            self.requests.extend(std::iter::from_fn(|| self.controller.take_request()));
+            let is_executed = self.advance(config, until)?;
+            if is_executed {
+                self.waits_since = None;
             }
-            if !is_asked && !self.controller.arm() {
+            // The answer of a creation is completed by the next poll.
+            if !is_executed && !self.resume(config)? && !self.controller.arm() {
+                self.is_behind = false;
                 break;
             }
         }
+        self.waits_since = if self.requests.is_empty() { None } else { self.waits_since.or(Some(self.updated)) };
         self.resume(config)?;
         self.is_admin_call_pending |= is_posted;
-        self.call_admin();
+        if is_posted {
+            self.admin_active = self.updated;
+        }
+        self.call_admin(config)?;
+        // A lane notices this only while one of its queues runs.
+        if self.controller.memory().table().is_faulted() {
+            return Err(VfioSessionError::Truncated);
+        }
         Ok(())
     }
 
-    /// Adds a mapping. The inner result is the errno of the client.
+    /// Adds a mapping. The inner result is the errno of the client, or whether the mapping is in use; otherwise the
+    /// change is [pending](NvmeFunction::is_changing).
     pub(crate) fn map(
         &mut self,
         config: &VfioUserExport,
         request: &DmaMapRequest,
         file: Option<OwnedFd>,
-    ) -> Result<Result<(), DmaError>, VfioSessionError> {
+    ) -> Result<Result<bool, DmaError>, VfioSessionError> {
         match self.dma.with(request, file) {
-            Ok(dma) => self.set_memory(config, dma).map(Ok),
+            Ok(dma) => self.begin_change(config, FunctionChange::Memory(dma)).map(Ok),
             Err(error) => Ok(Err(error)),
         }
     }
 
-    /// Removes mappings. The inner result is the errno of the client.
+    /// Removes mappings. As for [`NvmeFunction::map`].
     pub(crate) fn unmap(
         &mut self,
         config: &VfioUserExport,
         request: &DmaUnmapRequest,
-    ) -> Result<Result<(), DmaError>, VfioSessionError> {
+    ) -> Result<Result<bool, DmaError>, VfioSessionError> {
         match self.dma.without(request) {
-            Ok(dma) => self.set_memory(config, dma).map(Ok),
+            Ok(dma) if dma.len() == self.dma.len() => Ok(Ok(true)),
+            Ok(dma) => self.begin_change(config, FunctionChange::Memory(dma)).map(Ok),
             Err(error) => Ok(Err(error)),
         }
     }
@@ -206,116 +334,252 @@ impl NvmeFunction {
         eventfd: Option<&Arc<EventFd>>,
     ) -> Result<(), VfioSessionError> {
         self.vectors[vector as usize] = eventfd.cloned();
-        self.call_admin();
-        for (queue, remote) in self.queues.iter().zip(&config.queues) {
-            if queue.as_ref().is_some_and(|queue| queue.is_running && queue.vector.map(u32::from) == Some(vector)) {
+        self.call_admin(config)?;
+        for (queue, remote) in self.queues.iter_mut().zip(&config.queues) {
+            let is_its = |queue: &&mut CreatedQueue| queue.vector.map(u32::from) == Some(vector);
+            let Some(queue) = queue.as_mut().filter(is_its) else { continue };
+            // The session of a draining queue may have ended.
+            queue.is_call_new = !matches!(queue.state, QueueState::Running);
+            if !matches!(queue.state, QueueState::Stopped) {
                 remote.set_call(eventfd.cloned())?;
             }
         }
         Ok(())
     }
 
-    /// Signals the eventfd of a vector, if set.
-    pub(crate) fn signal(&self, vector: u32) {
-        if let Some(Some(eventfd)) = self.vectors.get(vector as usize) {
-            eventfd.signal_shared();
+    /// Signals the eventfd of a vector, if set. The first lane does: this thread could wait for the client.
+    pub(crate) fn signal(&self, config: &VfioUserExport, vector: u32) -> Result<(), LaneGone> {
+        if let Some(Some(eventfd)) = self.vectors.get(vector as usize)
+            && let Err(why) = config.queues[0].signal(eventfd)?
+        {
+            self.log.warn(format_args!("vector {vector} is not signalled: {why}"));
         }
+        Ok(())
     }
 
     /// Signals the admin queue's interrupt if it is due, once vector 0 has an eventfd. I/O queues signal a new eventfd
     /// themselves.
-    fn call_admin(&mut self) {
+    fn call_admin(&mut self, config: &VfioUserExport) -> Result<(), LaneGone> {
         if self.is_admin_call_pending && self.vectors[0].is_some() {
             self.is_admin_call_pending = false;
-            self.signal(0);
+            self.signal(config, 0)?;
         }
+        Ok(())
     }
 
-    /// Resets the function: restores the power-on state except for memory and eventfds.
-    pub(crate) fn reset(&mut self, config: &VfioUserExport) -> Result<(), VfioSessionError> {
-        self.suspend_all(config)?;
+    /// Resets the function: restores the power-on state except for memory and eventfds. Returns whether it is done.
+    pub(crate) fn reset(&mut self, config: &VfioUserExport) -> Result<bool, VfioSessionError> {
+        self.begin_change(config, FunctionChange::Reset)
+    }
+
+    /// The same with drained queues.
+    pub(super) fn restart(&mut self, config: &VfioUserExport) -> Result<(), VfioSessionError> {
         self.queues.fill_with(|| None);
+        self.requests.clear();
+        self.waits_since = None;
         // Replies of the deleted queues are obsolete.
         self.replies.take();
         self.is_admin_call_pending = false;
         self.controller = new_controller(&config.disk, &self.registers, &self.dma)?;
-        self.pci = PciFunction::new(self.bar0_bytes(), self.vectors.len() as u16);
+        self.pci = PciFunction::new(config.disk.pci_id, self.bar0_bytes(), self.vectors.len() as u16);
         self.map_for_device();
         Ok(())
     }
 
     /// Changes the device; all queues are suspended.
     pub(crate) fn set_device(&mut self, config: &VfioUserExport) -> Result<(), VfioSessionError> {
-        self.controller.set_namespaces(namespaces(&config.disk.info));
+        self.controller.set_namespaces(config.disk.table());
         self.update(config)
     }
 
-    /// Drains all queues.
+    /// Drains all queues, and waits for them.
     pub(crate) fn suspend_all(&mut self, config: &VfioUserExport) -> Result<(), LaneGone> {
-        let asked: Vec<_> = self
-            .queues
-            .iter_mut()
-            .zip(&config.queues)
-            .filter_map(|(queue, remote)| {
-                let queue = queue.as_mut().filter(|queue| queue.is_running)?;
-                queue.is_running = false;
-                Some(remote.suspend())
-            })
-            .collect();
-        // All suspensions are awaited, also after one has failed.
-        let waited: Vec<_> = asked.into_iter().map(|suspension| suspension?.wait()).collect();
-        waited.into_iter().try_for_each(|rested| rested.map(drop))
+        self.suspend_until(config, None).map(drop)
     }
 
-    /// Executes a request of the admin side.
-    fn obey(&mut self, config: &VfioUserExport, request: ControllerRequest) -> Result<(), VfioSessionError> {
-        match request {
-            ControllerRequest::Create(queue) => self.create(queue),
-            // Devices cannot cancel a request, and a search for the command would have to wait for the device.
-            ControllerRequest::Queue(cqid, ControllerQueueCommand::Abort { sqid, cid }) => {
-                self.controller.reply(cqid, ControllerQueueReply::AbortDone { sqid, cid, is_aborted: false });
+    /// Drains all queues, and waits for them until then. Returns whether all are drained and no flush runs.
+    pub(super) fn suspend_until(&mut self, config: &VfioUserExport, until: Option<Instant>) -> Result<bool, LaneGone> {
+        let places = 0..self.queues.len();
+        let asked: Vec<_> = places.clone().map(|place| self.begin_drain(config, place)).collect();
+        // All are awaited, also after one has failed.
+        let drained: Vec<_> = places.map(|place| self.drain(config, place, until)).collect();
+        let flushed = match self.flush_number() {
+            Some(number) => self.end_flush(config, until).map(|is_durable| {
+                let Some(is_durable) = is_durable else { return false };
+                self.requests.retain(|request| !matches!(request, ControllerRequest::Flush(of) if *of == number));
+                self.report_flush(number, is_durable);
+                true
+            }),
+            None => Ok(true),
+        };
+        asked.into_iter().collect::<Result<(), _>>()?;
+        let silent = drained.into_iter().chain([flushed]).collect::<Result<Vec<_>, _>>()?;
+        Ok(silent.into_iter().all(|is_silent| is_silent))
+    }
+
+    /// Drains all queues, and executes each request of the controller. Queues stay stopped until the next
+    /// [`NvmeFunction::update`].
+    pub(super) fn quiesce(&mut self, config: &VfioUserExport) -> Result<(), VfioSessionError> {
+        self.suspend_all(config)?;
+        self.take_replies();
+        loop {
+            self.requests.extend(std::iter::from_fn(|| self.controller.take_request()));
+            if !self.advance(config, None)? {
+                return Ok(());
             }
-            ControllerRequest::Queue(cqid, command) => self.command(config, cqid, command)?,
-            ControllerRequest::Flush(number) => {
-                if self.flush(config)? {
-                    self.controller.flushed(number);
-                } else {
-                    self.log.warn("a flush for the client failed: earlier writes may not be durable");
-                    self.controller.flush_failed(number);
+        }
+    }
+
+    /// Executes requests as far as their queues drain until then. Requests for one queue are executed in order, and a
+    /// flush after all before it. Returns whether any was executed.
+    ///
+    /// No request waits for a flush before it. Thus a change of memory, of namespaces or of the doorbells, and a reset,
+    /// reach a stopped queue at once, and a queue that ends leaves no request behind.
+    fn advance(&mut self, config: &VfioUserExport, until: Option<Instant>) -> Result<bool, VfioSessionError> {
+        let running = self.flush_number();
+        let mut requests = std::mem::take(&mut self.requests);
+        // Flushes from before a reset are obsolete. They must not accumulate behind a slow one.
+        requests.retain(|request| match request {
+            ControllerRequest::Flush(number) => running == Some(*number) || self.controller.awaits_flush(*number),
+            _ => true,
+        });
+        // All queues drain at the same time.
+        for request in &requests {
+            if let ControllerRequest::Queue(cqid, command) = request
+                && !matches!(command, ControllerQueueCommand::Abort { .. })
+            {
+                self.begin_drain(config, usize::from(*cqid) - 1)?;
+            }
+        }
+        let mut is_executed = false;
+        while let Some(request) = requests.pop_front() {
+            let is_blocked = match &request {
+                ControllerRequest::Create(_) | ControllerRequest::Queue(_, ControllerQueueCommand::Abort { .. }) => {
+                    false
                 }
+                ControllerRequest::Queue(cqid, _) => {
+                    let is_its = |earlier: &_| matches!(earlier, ControllerRequest::Queue(other, _) if other == cqid);
+                    self.requests.iter().any(is_its)
+                }
+                ControllerRequest::Flush(_) => !self.requests.is_empty(),
+            };
+            match if is_blocked { Some(request) } else { self.obey(config, request, until)? } {
+                Some(request) => self.requests.push_back(request),
+                None => is_executed = true,
             }
+        }
+        Ok(is_executed)
+    }
+
+    /// Has a running queue drain.
+    fn begin_drain(&mut self, config: &VfioUserExport, place: usize) -> Result<(), LaneGone> {
+        if let Some(created) = &mut self.queues[place]
+            && matches!(created.state, QueueState::Running)
+        {
+            // Without a lane there is nothing to wait for.
+            created.state = QueueState::Stopped;
+            created.state = QueueState::Draining(config.queues[place].suspend()?);
         }
         Ok(())
     }
 
-    fn create(&mut self, queue: Box<ControllerIoQueue>) {
+    /// Waits until a queue is drained, or until then. Returns whether it is.
+    fn drain(&mut self, config: &VfioUserExport, place: usize, until: Option<Instant>) -> Result<bool, LaneGone> {
+        self.begin_drain(config, place)?;
+        let Some(created) = &mut self.queues[place] else { return Ok(true) };
+        let QueueState::Draining(suspension) = &created.state else { return Ok(true) };
+        let is_drained = suspension.wait_until(until);
+        if !matches!(is_drained, Ok(false)) {
+            created.state = QueueState::Stopped;
+            self.abort_stopped(place);
+        }
+        is_drained
+    }
+
+    /// Executes a request of the admin side, or returns it if its queues are not drained by then.
+    fn obey(
+        &mut self,
+        config: &VfioUserExport,
+        request: ControllerRequest,
+        until: Option<Instant>,
+    ) -> Result<Option<ControllerRequest>, VfioSessionError> {
+        match request {
+            ControllerRequest::Create(queue) => self.create(queue),
+            ControllerRequest::Queue(cqid, ControllerQueueCommand::Abort { sqid, cid }) => {
+                self.abort(config, cqid, (sqid, cid))?;
+            }
+            ControllerRequest::Queue(cqid, command) => {
+                if !self.drain(config, usize::from(cqid) - 1, until)? {
+                    return Ok(Some(ControllerRequest::Queue(cqid, command)));
+                }
+                self.command(cqid, command);
+            }
+            ControllerRequest::Flush(number) => match self.flush(config, number, until)? {
+                Some(is_durable) => self.report_flush(number, is_durable),
+                None => return Ok(Some(ControllerRequest::Flush(number))),
+            },
+        }
+        Ok(None)
+    }
+
+    fn flush_number(&self) -> Option<u64> {
+        self.flushing.as_ref().map(|(number, _)| *number)
+    }
+
+    fn report_flush(&mut self, number: u64, is_durable: bool) {
+        if is_durable {
+            self.controller.flushed(number);
+        } else {
+            self.log.warn("a flush for the client failed: earlier writes may not be durable");
+            self.controller.flush_failed(number);
+        }
+    }
+
+    pub(super) fn create(&mut self, queue: Box<ControllerIoQueue>) {
         let place = usize::from(queue.cqid()) - 1;
-        let kick = EventFd::new().ok().map(Arc::new);
-        if kick.is_none() {
+        let kick = if self.is_shared { None } else { EventFd::new().ok().map(Arc::new) };
+        if kick.is_none() && !self.is_shared {
             self.log.warn("no descriptor is left for the kick of a queue, so that is polled");
         }
         let vector = queue.vector();
         let slot = Arc::new(Mutex::new(Some(queue)));
-        self.queues[place] = Some(CreatedQueue { slot, kick, vector, is_running: false });
+        let state = QueueState::Stopped;
+        let (aborts, is_new, is_call_new) = (Arc::default(), true, false);
+        self.queues[place] = Some(CreatedQueue { slot, aborts, kick, vector, is_new, is_call_new, state });
     }
 
-    /// Passes a command to an I/O queue, which is stopped afterwards.
-    fn command(
-        &mut self,
-        config: &VfioUserExport,
-        cqid: u16,
-        command: ControllerQueueCommand,
-    ) -> Result<(), VfioSessionError> {
+    /// Has an I/O queue abort a command, without a wait. Its reply says whether it has.
+    fn abort(&mut self, config: &VfioUserExport, cqid: u16, (sqid, cid): (u16, u16)) -> Result<(), LaneGone> {
         let place = usize::from(cqid) - 1;
-        let Some(created) = &mut self.queues[place] else { return Ok(()) };
-        if std::mem::take(&mut created.is_running) {
-            config.queues[place].suspend()?.wait()?;
+        let Some(created) = &self.queues[place] else {
+            self.controller.reply(cqid, ControllerQueueReply::AbortDone { sqid, cid, is_aborted: false });
+            return Ok(());
+        };
+        created.aborts.push(sqid, cid);
+        if matches!(created.state, QueueState::Stopped) {
+            self.abort_stopped(place);
+            return Ok(());
         }
+        config.queues[place].notify()
+    }
+
+    /// Executes the aborts that a stopped queue has left.
+    fn abort_stopped(&mut self, place: usize) {
+        let aborts = self.queues[place].as_ref().map(|created| created.aborts.take());
+        for (sqid, cid) in aborts.into_iter().flatten() {
+            self.command(place as u16 + 1, ControllerQueueCommand::Abort { sqid, cid });
+        }
+    }
+
+    /// Passes a command to a stopped I/O queue.
+    fn command(&mut self, cqid: u16, command: ControllerQueueCommand) {
+        let place = usize::from(cqid) - 1;
+        let Some(created) = &self.queues[place] else { return };
         let slot = Arc::clone(&created.slot);
         // Takes earlier replies: none may arrive after the queue is gone.
         self.take_replies();
         let mut queue = slot.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(queue) = queue.as_mut() else { return Ok(()) };
+        let Some(queue) = queue.as_mut() else { return };
         queue.handle(command);
         while let Some(reply) = queue.take_reply() {
             if matches!(reply, ControllerQueueReply::Deleted | ControllerQueueReply::Stopped) {
@@ -323,10 +587,9 @@ impl NvmeFunction {
             }
             self.controller.reply(cqid, reply);
         }
-        Ok(())
     }
 
-    fn take_replies(&mut self) {
+    pub(super) fn take_replies(&mut self) {
         for (cqid, reply) in self.replies.take() {
             self.controller.reply(cqid, reply);
         }
@@ -340,29 +603,79 @@ impl NvmeFunction {
         }
     }
 
-    /// Makes durable what was fetched before. Says whether that worked; the queues are at rest afterwards.
-    fn flush(&mut self, config: &VfioUserExport) -> Result<bool, VfioSessionError> {
-        // A write without FUA could be in flight, and end after the flush.
-        self.suspend_all(config)?;
-        // A flush needs a session: a session without commands runs for it.
-        let setup = self.setup(&config.name, 0, None);
-        config.queues[0].run(setup)?.map_err(VfioSessionError::Queue)?;
-        let is_durable = config.queues[0].flush()?;
-        config.queues[0].suspend()?.wait()?;
+    /// Makes durable what was fetched before, until then at most. Returns the result; the queues are drained then.
+    fn flush(
+        &mut self,
+        config: &VfioUserExport,
+        number: u64,
+        until: Option<Instant>,
+    ) -> Result<Option<bool>, VfioSessionError> {
+        if self.flushing.is_none() {
+            // A write without FUA could be in flight, and end after the flush.
+            for place in 0..self.queues.len() {
+                self.begin_drain(config, place)?;
+            }
+            for place in 0..self.queues.len() {
+                if !self.drain(config, place, until)? {
+                    return Ok(None);
+                }
+            }
+            // A flush needs a session: a session without commands runs for it.
+            let setup = self.setup(&config.name, 0, None);
+            config.queues[0].run(setup)?.map_err(VfioSessionError::Queue)?;
+            self.flushing = Some((number, config.queues[0].begin_flush()?));
+        }
+        Ok(self.end_flush(config, until)?)
+    }
+
+    /// Waits for the flush that runs, until then at most. Returns its result.
+    fn end_flush(&mut self, config: &VfioUserExport, until: Option<Instant>) -> Result<Option<bool>, LaneGone> {
+        let Some((_, flush)) = &self.flushing else { return Ok(None) };
+        let is_durable = flush.wait_until(until)?;
+        if is_durable.is_some() {
+            self.flushing = None;
+            config.queues[0].suspend()?.wait()?;
+        }
         Ok(is_durable)
     }
 
-    /// Resumes all stopped queues.
-    fn resume(&mut self, config: &VfioUserExport) -> Result<(), VfioSessionError> {
+    /// Resumes all stopped queues for which no request waits, and answers the creation of new ones. Returns whether
+    /// there were any.
+    fn resume(&mut self, config: &VfioUserExport) -> Result<bool, VfioSessionError> {
+        let mut is_answered = false;
+        if self.is_changing() {
+            return Ok(false);
+        }
         for (place, remote) in config.queues.iter().enumerate().take(self.queues.len()) {
-            let Some(created) = self.queues[place].as_ref().filter(|created| !created.is_running) else { continue };
+            let waits = self.requests.iter().any(|request| match request {
+                ControllerRequest::Queue(cqid, _) => usize::from(*cqid) == place + 1,
+                _ => true,
+            });
+            let is_stopped = |created: &&CreatedQueue| matches!(created.state, QueueState::Stopped) && !waits;
+            let Some(created) = self.queues[place].as_ref().filter(is_stopped) else { continue };
+            let is_new = created.is_new;
             let setup = self.setup(&config.name, place, Some(created));
-            remote.run(setup)?.map_err(VfioSessionError::Queue)?;
-            if let Some(created) = &mut self.queues[place] {
-                created.is_running = true;
+            let reply = match remote.run(setup)? {
+                Ok(()) => ControllerQueueReply::Created,
+                Err(why) if is_new => {
+                    self.log.warn(format_args!("queue {} is not created: {why}", place + 1));
+                    ControllerQueueReply::NotCreated
+                }
+                Err(why) => return Err(VfioSessionError::Queue(why)),
+            };
+            match &mut self.queues[place] {
+                Some(created) if reply == ControllerQueueReply::Created => {
+                    created.state = QueueState::Running;
+                    (created.is_new, created.is_call_new) = (false, false);
+                }
+                place => *place = None,
+            }
+            if is_new {
+                self.controller.reply(place as u16 + 1, reply);
+                is_answered = true;
             }
         }
-        Ok(())
+        Ok(is_answered)
     }
 
     fn setup(&self, export: &str, place: usize, created: Option<&CreatedQueue>) -> NvmeQueueSetup {
@@ -371,21 +684,26 @@ impl NvmeFunction {
             name: format!("{export}, queue {}", place + 1),
             log: Arc::clone(&self.log),
             slot: created.map(|created| Arc::clone(&created.slot)),
+            aborts: created.map(|created| Arc::clone(&created.aborts)).unwrap_or_default(),
             table: Arc::clone(self.controller.memory().table()),
             kick: created.and_then(|created| created.kick.clone()),
             call: vector.and_then(|vector| self.vectors.get(usize::from(vector)).cloned().flatten()),
+            is_call_new: created.is_some_and(|created| created.is_call_new),
             replies: Arc::clone(&self.replies),
-            connection: Arc::clone(&self.connection),
         }
     }
 
-    /// Suspends the queues, replaces the memory, and resumes them.
-    fn set_memory(&mut self, config: &VfioUserExport, dma: DmaSlots) -> Result<(), VfioSessionError> {
-        self.suspend_all(config)?;
+    /// Replaces the memory of drained queues, and resumes them. The previous memory is no longer used afterwards.
+    pub(super) fn replace_memory(&mut self, config: &VfioUserExport, dma: DmaSlots) -> Result<(), VfioSessionError> {
         self.dma = dma;
         self.controller.set_memory(&self.dma.map());
         self.map_for_device();
-        self.update(config)
+        self.update(config)?;
+        // Suspended queues change at once. The reply must not go out if one has not.
+        if self.controller.is_remapping() {
+            return Err(VfioSessionError::Queue("it has kept the previous memory".into()));
+        }
+        Ok(())
     }
 
     /// Maps the controller's present memory for the device.
@@ -396,28 +714,57 @@ impl NvmeFunction {
     }
 }
 
+/// Polling interval of queues that have drained for this time.
+fn drain_poll(waited: Duration) -> Duration {
+    (waited / 8).clamp(*DRAIN_POLL.start(), *DRAIN_POLL.end())
+}
+
+/// Bytes of the doorbell registers, in whole pages.
+pub(super) fn doorbell_bytes(disk: &NvmeDisk) -> usize {
+    sq_doorbell(disk.io_queues() + 1, ControllerOptions::widest_stride(disk.io_queues())).next_multiple_of(4096)
+}
+
+/// The doorbell registers in a region with their layout, which ends with them.
+pub(super) fn registers_in(region: Arc<Region>) -> View {
+    let len = region.len() - DOORBELLS;
+    View::new(region, DOORBELLS as u64, len, 8).unwrap_or_else(|| unreachable!("its end"))
+}
+
 fn new_controller(disk: &NvmeDisk, registers: &View, dma: &DmaSlots) -> io::Result<Controller> {
+    Controller::new(options(disk), registers.clone(), &dma.map(), disk.table())
+}
+
+pub(super) fn options(disk: &NvmeDisk) -> ControllerOptions {
     let io_queues = disk.io_queues();
-    let options = ControllerOptions {
+    ControllerOptions {
+        vendor: disk.pci_id.vendor,
         serial: disk.serial.clone(),
-        subsystem: format!("nqn.2026-11.local.blkyard:{}", disk.serial),
+        subsystem: disk.subsystem(),
         io_queues,
-        queue_entries: ENTRIES_MAX,
+        // All commands of a ring can be in flight: those for a namespace that hangs keep no others out.
+        queue_entries: if disk.namespaces.len() > 1 { DEPTH } else { ENTRIES_MAX },
         depth: DEPTH,
         vectors: io_queues + 1,
         transfer_bytes: TRANSFER_BYTES,
+        doorbell_stride: ControllerOptions::widest_stride(io_queues),
+        // They would only be written and read in addition.
+        has_shadow: disk.doorbells == NvmeDoorbells::Message,
         ..ControllerOptions::default()
-    };
-    Controller::new(options, registers.clone(), &dma.map(), namespaces(&disk.info))
-}
-
-/// The only namespace; none if the device's logical blocks cannot be represented.
-fn namespaces(info: &DeviceInfo) -> NamespaceTable {
-    let mut table = NamespaceTable::new(NSID);
-    table.set(NSID, ServedNamespace::new(NSID, 0, info));
-    table
+    }
 }
 
 fn bar0_bytes(controller: &Controller) -> u64 {
     (controller.register_bytes().max(DOORBELLS) as u64).next_power_of_two()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn queues_that_drain_for_long_are_polled_less_often() {
+        for (waited_ms, poll_ms) in [(0, 2), (16, 2), (80, 10), (800, 100), (30_000, 100)] {
+            assert_eq!(drain_poll(Duration::from_millis(waited_ms)), Duration::from_millis(poll_ms), "{waited_ms}");
+        }
+    }
 }

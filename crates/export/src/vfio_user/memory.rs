@@ -3,6 +3,7 @@
 //! A mapping without a descriptor, or without both read and write permission, is accepted but not mapped. A command
 //! that uses it fails with Data Transfer Error or Invalid Field, as for an unmapped address.
 
+use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
@@ -10,10 +11,13 @@ use blkyard_mem::{EXPORT_REGIONS_MAX, MapError, Region, RegionTable};
 use blkyard_nvme::{DmaMap, DmaRange};
 use blkyard_wire::vfio_user::{DmaMapFlags, DmaMapRequest, DmaUnmapRequest};
 use rustix::io::Errno;
+use serde::{Deserialize, Serialize};
 
 /// Maximum number of mappings of a client, announced in the version message.
 pub(crate) const MAPS_MAX: usize = 128;
-const _: () = assert!(MAPS_MAX <= EXPORT_REGIONS_MAX, "one client could use up the memory of others");
+/// Regions of the controller itself: its bounce memory, of which a reset makes another.
+const OWN_REGIONS: usize = 2;
+const _: () = assert!(MAPS_MAX + OWN_REGIONS <= EXPORT_REGIONS_MAX, "one client could use up the memory of others");
 /// Page size of mappings, bytes.
 pub(crate) const PAGE: u64 = 4096;
 
@@ -26,8 +30,8 @@ pub(crate) enum DmaError {
     Unaligned(u64),
     #[error("{0:#x}: overlaps with another mapping")]
     Overlap(u64),
-    #[error("{0:#x}: no such mapping")]
-    Unknown(u64),
+    #[error("{0:#x}: only a part of this mapping is in the range")]
+    Part(u64),
     #[error("{address:#x}: {source}")]
     Map { address: u64, source: MapError },
 }
@@ -38,10 +42,18 @@ impl DmaError {
         match self {
             DmaError::TooMany => Errno::NOSPC,
             DmaError::Overlap(_) => Errno::EXIST,
-            DmaError::Unknown(_) => Errno::NOENT,
-            DmaError::Unaligned(_) | DmaError::Map { .. } => Errno::INVAL,
+            DmaError::Unaligned(_) | DmaError::Part(_) | DmaError::Map { .. } => Errno::INVAL,
         }
     }
+}
+
+/// A mapping as plain data beside its file.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct DmaMappingSnapshot {
+    address: u64,
+    size: u64,
+    /// Offset in the file; unset if the mapping is accepted but not mapped.
+    offset: Option<u64>,
 }
 
 /// A mapping; the region is unset if the mapping is accepted but not mapped.
@@ -76,18 +88,60 @@ impl DmaSlots {
         Ok(DmaSlots(slots))
     }
 
-    /// Returns these mappings without one, identified by its exact range, or without all.
+    /// Returns these mappings without those in a range, or without all. As with VFIO of the kernel, a range may have
+    /// several mappings or none, but no part of one: QEMU unmaps so when a guest changes the domain of its IOMMU.
     pub(crate) fn without(&self, request: &DmaUnmapRequest) -> Result<DmaSlots, DmaError> {
-        let DmaUnmapRequest::One { address, size } = *request else { return Ok(DmaSlots::default()) };
-        let mut slots = self.0.clone();
-        let found = slots.iter().position(|slot| (slot.address, slot.size) == (address, size));
-        slots.remove(found.ok_or(DmaError::Unknown(address))?);
+        let DmaUnmapRequest::Range { address, size } = *request else { return Ok(DmaSlots::default()) };
+        let range = address..=address + (size - 1);
+        let mut slots = Vec::with_capacity(self.0.len());
+        for slot in &self.0 {
+            let last = slot.address + (slot.size - 1);
+            if last < *range.start() || slot.address > *range.end() {
+                slots.push(slot.clone());
+            } else if !range.contains(&slot.address) || !range.contains(&last) {
+                return Err(DmaError::Part(slot.address));
+            }
+        }
         Ok(DmaSlots(slots))
+    }
+
+    /// Saves the mappings, and adds duplicates of their files.
+    pub(crate) fn snapshot(&self, files: &mut Vec<OwnedFd>) -> io::Result<Vec<DmaMappingSnapshot>> {
+        let save = |&DmaSlot { address, size, ref region }: &DmaSlot| {
+            let file = region.as_ref().and_then(|region| region.file());
+            let file = file.map(|(file, offset)| Ok::<_, io::Error>((file.try_clone_to_owned()?, offset)));
+            let offset = file.transpose()?.map(|(file, offset)| {
+                files.push(file);
+                offset
+            });
+            Ok(DmaMappingSnapshot { address, size, offset })
+        };
+        self.0.iter().map(save).collect()
+    }
+
+    /// The saved mappings. Their files are next.
+    pub(crate) fn restore(
+        saved: &[DmaMappingSnapshot],
+        files: &mut impl Iterator<Item = OwnedFd>,
+    ) -> Result<DmaSlots, String> {
+        let mut slots = DmaSlots::default();
+        for &DmaMappingSnapshot { address, size, offset } in saved {
+            let flags = DmaMapFlags::READ | DmaMapFlags::WRITE;
+            let request = DmaMapRequest { flags, offset: offset.unwrap_or(0), address, size };
+            let file = offset.map(|_| files.next().ok_or("descriptors are missing")).transpose()?;
+            slots = slots.with(&request, file).map_err(|error| error.to_string())?;
+        }
+        Ok(slots)
     }
 
     /// Number of mappings.
     pub(crate) fn len(&self) -> usize {
         self.0.len()
+    }
+
+    /// Bytes of the mapped memory.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.0.iter().filter(|slot| slot.region.is_some()).map(|slot| slot.size).sum()
     }
 
     /// The memory as the controller accesses it.

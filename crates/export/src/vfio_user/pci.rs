@@ -3,6 +3,8 @@
 //! The client maps the BARs and delivers interrupts by the eventfds of DEVICE_SET_IRQS. The bus master bit and the
 //! masks in the table therefore have no effect here.
 
+use serde::{Deserialize, Serialize};
+
 /// Bytes of configuration space.
 pub(crate) const CONFIG_BYTES: usize = 256;
 /// Bytes of BAR 4: the MSI-X table in its first half, the pending bits in its second.
@@ -11,9 +13,6 @@ pub(crate) const MSIX_BYTES: usize = 4096;
 pub(crate) const VECTORS_MAX: u16 = (MSIX_BYTES / 2 / ENTRY_BYTES) as u16;
 
 const ENTRY_BYTES: usize = 16;
-/// Vendor and device id: those used by libvfio-user and SPDK for NVMe controllers.
-const VENDOR: u16 = 0x4e58;
-const DEVICE: u16 = 1;
 /// Mass storage, non-volatile memory, NVM Express I/O controller.
 const CLASS: [u8; 3] = [0x02, 0x08, 0x01];
 const STATUS_CAPABILITIES: u8 = 1 << 4;
@@ -25,6 +24,24 @@ const MSIX_AT: usize = 0x40;
 const MSIX_ID: u8 = 0x11;
 /// BAR of the MSI-X table.
 const MSIX_BAR: u32 = 4;
+
+/// Vendor and device id of the function; also its subsystem's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NvmePciId {
+    /// Vendor id.
+    pub vendor: u16,
+    /// Device id.
+    pub device: u16,
+}
+
+impl Default for NvmePciId {
+    /// The id of the other NVMe target over vfio-user, SPDK's. Drivers find the controller by its class. Linux has no
+    /// quirks for this id, other than for that of QEMU's controller (1b36:0010), with which it ignores Write Zeroes and
+    /// the identifiers of namespaces.
+    fn default() -> NvmePciId {
+        NvmePciId { vendor: 0x4e58, device: 1 }
+    }
+}
 
 /// Readable bytes with their write mask.
 #[derive(Clone, Debug)]
@@ -60,6 +77,13 @@ impl MaskedBytes {
     }
 }
 
+/// State of the PCI function as plain data.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct PciSnapshot {
+    config: Vec<u8>,
+    msix: Vec<u8>,
+}
+
 /// State of the PCI function.
 #[derive(Clone, Debug)]
 pub(crate) struct PciFunction {
@@ -69,10 +93,11 @@ pub(crate) struct PciFunction {
 
 impl PciFunction {
     /// A function after reset, with this size of BAR 0 in bytes (a power of two) and this number of vectors.
-    pub(crate) fn new(bar0_bytes: u64, vectors: u16) -> PciFunction {
+    pub(crate) fn new(id: NvmePciId, bar0_bytes: u64, vectors: u16) -> PciFunction {
+        let (vendor, device) = (id.vendor.to_le_bytes(), id.device.to_le_bytes());
         let mut config = MaskedBytes::new(CONFIG_BYTES);
-        config.set(0x00, &VENDOR.to_le_bytes(), &[]);
-        config.set(0x02, &DEVICE.to_le_bytes(), &[]);
+        config.set(0x00, &vendor, &[]);
+        config.set(0x02, &device, &[]);
         config.set(0x04, &[0; 2], &COMMAND_WRITABLE.to_le_bytes());
         config.set(0x06, &[STATUS_CAPABILITIES], &[]);
         config.set(0x09, &CLASS, &[]);
@@ -83,8 +108,8 @@ impl PciFunction {
         config.set(0x14, &[0; 4], &[0xff; 4]);
         config.set(0x20, &BAR_64.to_le_bytes(), &bar(MSIX_BYTES as u64));
         config.set(0x24, &[0; 4], &[0xff; 4]);
-        config.set(0x2c, &VENDOR.to_le_bytes(), &[]);
-        config.set(0x2e, &DEVICE.to_le_bytes(), &[]);
+        config.set(0x2c, &vendor, &[]);
+        config.set(0x2e, &device, &[]);
         config.set(0x34, &[MSIX_AT as u8], &[]);
         config.set(0x3c, &[0], &[0xff]);
         config.set(MSIX_AT, &[MSIX_ID, 0], &[]);
@@ -99,6 +124,18 @@ impl PciFunction {
             msix.set(entry + 12, &[1], &[1]);
         }
         PciFunction { config, msix }
+    }
+
+    /// Saves its state: configuration space and BAR 4.
+    pub(crate) fn snapshot(&self) -> PciSnapshot {
+        PciSnapshot { config: self.config.bytes.clone(), msix: self.msix.bytes.clone() }
+    }
+
+    /// Restores the writable bits of a saved state; unset for a state of another size.
+    pub(crate) fn restore(&mut self, saved: &PciSnapshot) -> Option<()> {
+        let has_size = saved.config.len() == CONFIG_BYTES && saved.msix.len() == MSIX_BYTES;
+        self.write_config(0, &saved.config).filter(|()| has_size)?;
+        self.write_msix(0, &saved.msix)
     }
 
     /// Reads configuration space; unset for an access outside of it.
@@ -128,7 +165,7 @@ mod tests {
 
     #[test]
     fn the_size_of_a_bar_is_found_by_writing_ones() {
-        let mut function = PciFunction::new(0x2000, 5);
+        let mut function = PciFunction::new(NvmePciId::default(), 0x2000, 5);
         let mut word = [0; 4];
         function.write_config(0x10, &[0xff; 4]).unwrap();
         function.read_config(0x10, &mut word).unwrap();
@@ -141,8 +178,25 @@ mod tests {
     }
 
     #[test]
+    fn saved_state_has_what_the_host_wrote() {
+        let mut function = PciFunction::new(NvmePciId::default(), 0x2000, 5);
+        function.write_config(0x04, &[0x06, 0x04]).unwrap();
+        function.write_config(0x10, &[0, 0, 0xc0, 0xfe]).unwrap();
+        function.write_msix(2 * 16, &[0xff; 16]).unwrap();
+        let saved = function.snapshot();
+        let mut other = PciFunction::new(NvmePciId::default(), 0x2000, 5);
+        other.restore(&saved).unwrap();
+        assert_eq!((other.config.bytes, other.msix.bytes), (function.config.bytes, function.msix.bytes));
+        let mut other = PciFunction::new(NvmePciId { vendor: 1, device: 2 }, 0x2000, 5);
+        other.restore(&saved).unwrap();
+        assert_eq!(other.config.bytes[..4], [1, 0, 2, 0], "read-only bits are those of the new function");
+        let short = PciSnapshot { msix: vec![0; 16], ..saved };
+        assert_eq!(other.restore(&short), None);
+    }
+
+    #[test]
     fn accesses_that_leave_a_region_are_refused() {
-        let mut function = PciFunction::new(0x2000, 5);
+        let mut function = PciFunction::new(NvmePciId::default(), 0x2000, 5);
         for (offset, len) in [(256, 1), (255, 2), (u64::MAX, 1), (u64::MAX - 1, 4), (0, 257)] {
             assert_eq!(function.read_config(offset, &mut vec![0; len]), None, "{offset:#x}");
             assert_eq!(function.write_config(offset, &vec![0; len]), None, "{offset:#x}");

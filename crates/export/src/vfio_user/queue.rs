@@ -9,10 +9,8 @@
 //! Owned by a lane, in a [`QueuePoller`](crate::QueuePoller).
 
 use std::io;
-use std::net::Shutdown;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::os::unix::net::UnixStream;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use blkyard_mem::RegionTable;
 use blkyard_mq::{Bio, SignalEventfd};
@@ -51,6 +49,12 @@ impl ReplyQueue {
         std::mem::take(&mut *self.replies.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
+    /// Has the control path look at the state of the queues.
+    #[cold]
+    fn wake(&self) {
+        self.eventfd.signal();
+    }
+
     #[cold]
     fn push(&self, cqid: u16, reply: ControllerQueueReply) {
         // A host reads failures by a log page, which arrives as a message, so failures cannot cause wake-ups.
@@ -62,7 +66,7 @@ impl ReplyQueue {
         replies.push((cqid, reply));
         drop(replies);
         if !is_failure {
-            self.eventfd.signal();
+            self.wake();
         }
     }
 }
@@ -76,6 +80,25 @@ impl AsFd for ReplyQueue {
 /// Storage of an I/O queue without a running session.
 pub(crate) type QueueSlot = Arc<Mutex<Option<Box<ControllerIoQueue>>>>;
 
+/// Commands of a queue that are to be aborted: submission queue and identifier. A running session takes them when it is
+/// notified, and the control path once the queue is stopped, so each is answered once.
+#[derive(Debug, Default)]
+pub(crate) struct AbortList(Mutex<Vec<(u16, u16)>>);
+
+impl AbortList {
+    pub(crate) fn push(&self, sqid: u16, cid: u16) {
+        self.lock().push((sqid, cid));
+    }
+
+    pub(crate) fn take(&self) -> Vec<(u16, u16)> {
+        std::mem::take(&mut *self.lock())
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<(u16, u16)>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 /// Setup of an I/O queue session.
 pub struct NvmeQueueSetup {
     /// For messages: the queue's number in its export.
@@ -83,14 +106,15 @@ pub struct NvmeQueueSetup {
     pub(crate) log: Arc<ExportLog>,
     /// Unset for a session without commands, which only flushes earlier writes.
     pub(crate) slot: Option<QueueSlot>,
+    pub(crate) aborts: Arc<AbortList>,
     /// The regions that bios point into.
     pub(crate) table: Arc<RegionTable>,
     pub(crate) kick: Option<Arc<EventFd>>,
     /// Interrupt of the queue's vector.
     pub(crate) call: Option<Arc<EventFd>>,
+    /// Whether that was set while the queue was not running.
+    pub(crate) is_call_new: bool,
     pub(crate) replies: Arc<ReplyQueue>,
-    /// Connection to the client; closed if the shared memory is truncated.
-    pub(crate) connection: Arc<UnixStream>,
 }
 
 /// The host's side of a running I/O completion queue.
@@ -100,11 +124,12 @@ pub struct NvmeQueueSession {
     /// Slot to return the queue to when it stops.
     slot: Option<QueueSlot>,
     queue: Option<Box<ControllerIoQueue>>,
+    aborts: Arc<AbortList>,
     table: Arc<RegionTable>,
     kick: Option<Arc<EventFd>>,
     call: Option<Arc<EventFd>>,
+    is_call_new: bool,
     replies: Arc<ReplyQueue>,
-    connection: Arc<UnixStream>,
     is_broken: bool,
 }
 
@@ -120,13 +145,21 @@ impl QueueSession for NvmeQueueSession {
     const SEGMENTS: usize = TRANSFER_BYTES as usize / 4096 + 1;
 
     fn start(setup: NvmeQueueSetup) -> Result<NvmeQueueSession, String> {
-        let NvmeQueueSetup { name, log, slot, table, kick, call, replies, connection } = setup;
+        let NvmeQueueSetup { name, log, slot, aborts, table, kick, call, is_call_new, replies } = setup;
         let take = |slot: &QueueSlot| slot.lock().unwrap_or_else(PoisonError::into_inner).take();
         let queue = slot.as_ref().map(|slot| take(slot).ok_or("the queue is not there")).transpose()?;
-        Ok(NvmeQueueSession { name, log, slot, queue, table, kick, call, replies, connection, is_broken: false })
+        let is_broken = false;
+        Ok(NvmeQueueSession { name, log, slot, queue, aborts, table, kick, call, is_call_new, replies, is_broken })
     }
 
-    fn begin<Cx: ?Sized + SignalEventfd>(&mut self, _signals: &mut QueueSignals<'_, Cx>) {}
+    /// Completions may have been written while the queue was stopped.
+    fn begin<Cx: ?Sized + SignalEventfd>(&mut self, signals: &mut QueueSignals<'_, Cx>) {
+        self.publish(signals);
+        if self.is_call_new {
+            // As in `set_call`.
+            self.call(signals);
+        }
+    }
 
     fn memory(&self) -> &Arc<RegionTable> {
         &self.table
@@ -198,6 +231,14 @@ impl QueueSession for NvmeQueueSession {
         is_fetched
     }
 
+    #[cold]
+    fn notified<D>(&mut self, feed: &mut BioFeed<'_, D, Self>) {
+        let Some(queue) = &mut self.queue else { return };
+        for (sqid, cid) in self.aborts.take() {
+            queue.abort(sqid, cid, |token, bios| feed.cancel(bios, |pending| *pending == token));
+        }
+    }
+
     #[inline]
     fn end(&mut self, bio: &Bio, token: u16) {
         let Some(queue) = &mut self.queue else { unreachable!("without a queue there are no commands") };
@@ -267,12 +308,13 @@ impl NvmeQueueSession {
         }
     }
 
-    /// Handles truncated memory: ends the control path's session, which suspends all queues and releases the memory.
+    /// Handles truncated memory: the control path ends the session. It disconnects the client after all queues are
+    /// suspended, since a client takes the end of its connection for the silence of the device.
     #[cold]
     fn lose(&mut self) {
         if !self.is_broken {
             self.stop("the client truncated memory that it shares");
-            let _ = self.connection.shutdown(Shutdown::Both);
+            self.replies.wake();
         }
     }
 }

@@ -3,29 +3,30 @@
 //! An invalid message is answered with an errno, and the session continues. An invalid byte stream ends the session.
 //! Owned by its export, which handles one message at a time without waiting for the client.
 
-use std::convert::Infallible;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use blkyard_mq::DeviceInfo;
 use blkyard_sys::{Epoll, EventFd, EventFlags, PollFlags, Registered, is_ready, recv_fds, send_fds};
 use blkyard_wire::vfio_user::{
-    DeviceFlags, DeviceRegions, Frame, FrameError, FrameLimits, FrameReader, IrqAction, IrqData, IrqFlags, IrqInfo,
-    IrqSetRequest, MessageError, MessageHeader, MessageKind, RegionAccess, RegionFlags, RegionInfo, VERSION,
-    VfioCapabilities, VfioReply, VfioRequest, VfioVersion, irq_index, region_index,
+    Command, DeviceFlags, DeviceRegions, DmaMapFlags, Frame, FrameError, FrameLimits, FrameReader, IrqAction, IrqData,
+    IrqFlags, IrqInfo, IrqSetRequest, MessageError, MessageHeader, MessageKind, RegionAccess, RegionFlags, RegionInfo,
+    VERSION, VfioCapabilities, VfioReply, VfioRequest, VfioVersion, irq_index, region_index,
 };
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags};
 
 use super::device::NvmeFunction;
+use super::handover::{VfioSessionRecord, VfioSessionState};
 use super::memory::{MAPS_MAX, PAGE};
 use super::pci::{CONFIG_BYTES, MSIX_BYTES};
 use super::queue::{NvmeQueueSession, ReplyQueue};
 use super::{NvmeDisk, NvmeQueueRemote, VfioUserExport};
 use crate::core::{
-    Accepted, AwaitedFd, Changed, ExportLog, ExportedDisk, FrontEndSession, LaneGone, SessionEnd, SessionStep,
+    Accepted, AwaitedFd, Changed, ExportLog, ExportedDisk, FrontEndSession, LaneGone, SHARE, SessionEnd, SessionStep,
 };
 
 /// Maximum data bytes of one message. No region needs larger accesses, so each reply fits a writable socket.
@@ -65,6 +66,9 @@ pub enum VfioSessionError {
     /// The socket failed, or the system has no memory or descriptors left.
     #[error("{0}")]
     System(#[from] io::Error),
+    /// The client truncated memory that it shares.
+    #[error("the client truncated memory that it shares")]
+    Truncated,
     /// A queue cannot run.
     #[error("a queue does not run: {0}")]
     Queue(String),
@@ -90,11 +94,21 @@ pub struct VfioSessionReserve {
 pub struct VfioSessionView {
     /// DMA mappings.
     pub dma_maps: usize,
+    /// Bytes of memory that the client shares.
+    pub memory_bytes: u64,
     /// I/O completion queues that the host has created.
     pub io_queues: usize,
+    /// What waits for requests in flight to end, and for how long.
+    pub waits: Option<(&'static str, Duration)>,
 }
 
-/// Reason for refusing a command.
+/// The reply to a command that needs a silent device.
+struct PendingReply {
+    message: Vec<u8>,
+    no_reply: bool,
+}
+
+/// Reason for refusing a command, for the log unless it is empty.
 type RefusedMessage = (Errno, String);
 
 /// A session over vfio-user.
@@ -108,37 +122,159 @@ pub struct VfioUserSession {
     replies: Arc<ReplyQueue>,
     /// Epoll set of the two descriptors below.
     set: Arc<Epoll>,
-    awaited: Option<(Registered<Arc<UnixStream>>, Registered<Arc<ReplyQueue>>)>,
-    /// The connection has no room for a reply.
-    lacks_room: bool,
+    messages: Option<Registered<Arc<UnixStream>>>,
+    queue_replies: Option<Registered<Arc<ReplyQueue>>>,
+    /// Events of the connection that are waited for.
+    events: EventFlags,
+    /// Sent once the change of the controller is made.
+    pending: Option<PendingReply>,
+    /// The next command that needs a silent device, behind that one. No message is read before it is handled.
+    deferred: Option<Frame<OwnedFd>>,
+    /// The session has ended for this reason; its device is not silent yet.
+    ending: Option<VfioSessionError>,
     /// The lane of a queue has ended.
     is_lane_gone: bool,
+    /// The log has said that the client's memory is not shared.
+    is_unshared_told: bool,
+    /// Reason for which its queues did not continue after a failed handover.
+    failed: Option<VfioSessionError>,
 }
 
 impl VfioUserSession {
+    /// A session that has received no message yet.
+    fn new(
+        connection: UnixStream,
+        reserve: VfioSessionReserve,
+        config: VfioUserExport,
+        log: &Arc<ExportLog>,
+    ) -> VfioUserSession {
+        VfioUserSession {
+            config,
+            log: Arc::clone(log),
+            connection: Arc::new(connection),
+            reader: FrameReader::new(FrameLimits::for_data(DATA_BYTES_MAX, DESCRIPTORS_MAX)),
+            function: None,
+            replies: reserve.replies,
+            set: Arc::new(reserve.set),
+            messages: None,
+            queue_replies: None,
+            events: EventFlags::IN,
+            pending: None,
+            deferred: None,
+            ending: None,
+            is_lane_gone: false,
+            is_unshared_told: false,
+            failed: None,
+        }
+    }
+
+    /// Drains the queues and saves the session, which can continue unchanged.
+    fn save(&mut self) -> Result<VfioSessionState, String> {
+        while self.pending.is_some() || self.deferred.is_some() {
+            if !is_ready(&*self.connection, PollFlags::OUT) {
+                return Err("its client does not read replies".into());
+            }
+            self.finish_pending(None).map_err(|error| error.to_string())?;
+        }
+        let said = |error: io::Error| error.to_string();
+        let (part, part_files) = self.reader.part();
+        let files: io::Result<Vec<_>> = part_files.iter().map(OwnedFd::try_clone).collect();
+        let (part, part_files, mut files) = (part.to_vec(), part_files.len(), files.map_err(said)?);
+        let function = self.function.as_mut().map(|function| function.hand_over(&self.config, &mut files));
+        let record = VfioSessionRecord {
+            queues: self.config.disk.queues(),
+            part,
+            part_files,
+            is_unshared_told: self.is_unshared_told,
+            function: function.transpose()?,
+        };
+        Ok(VfioSessionState { connection: self.connection.try_clone().map_err(said)?.into(), record, files })
+    }
+
+    /// Continues with the received part of a message.
+    fn resume_message(&mut self, mut part: &[u8], files: Vec<OwnedFd>) -> Result<(), String> {
+        let mut files = Some(files);
+        while !part.is_empty() {
+            let (bytes, rest) = part.split_at(self.reader.wanted().min(part.len()));
+            let frame = self.reader.push(bytes, files.take().into_iter().flatten());
+            if frame.map_err(|error| error.to_string())?.is_some() {
+                return Err("the received part of a message is a whole message".into());
+            }
+            part = rest;
+        }
+        Ok(())
+    }
+
     /// Reads available bytes, and handles a complete message. Returns false if there is none.
     fn turn(&mut self) -> Result<bool, VfioSessionError> {
-        if self.awaited.is_none() {
-            let messages = self.set.register(Arc::clone(&self.connection), 0, EventFlags::IN)?;
-            let replies = self.set.register(Arc::clone(&self.replies), 1, EventFlags::IN)?;
-            self.awaited = Some((messages, replies));
+        if let Some(error) = self.failed.take() {
+            return Err(error);
         }
-        if is_ready(&*self.replies, PollFlags::IN)
-            && let Some(function) = &mut self.function
+        if self.messages.is_none() {
+            self.messages = Some(self.set.register(Arc::clone(&self.connection), 0, self.events)?);
+            self.queue_replies = Some(self.set.register(Arc::clone(&self.replies), 1, EventFlags::IN)?);
+        }
+        if let Some(function) = &mut self.function
+            && is_ready(&*self.replies, PollFlags::IN)
         {
             function.update(&self.config)?;
         }
         // The reply must fit before a command is read: a client that never reads replies would block the session.
-        let lacks_room = !is_ready(&*self.connection, PollFlags::OUT);
-        if std::mem::replace(&mut self.lacks_room, lacks_room) != lacks_room
-            && let Some((messages, _)) = &self.awaited
-        {
-            messages.set_events(if lacks_room { EventFlags::OUT } else { EventFlags::IN })?;
+        let has_room = is_ready(&*self.connection, PollFlags::OUT);
+        if has_room && self.finish_pending(Some(Instant::now()))? {
+            return Ok(true);
         }
-        if lacks_room {
+        let events = match (has_room, &self.deferred) {
+            (false, _) => EventFlags::OUT,
+            (true, Some(_)) => EventFlags::RDHUP,
+            (true, None) => EventFlags::IN,
+        };
+        if std::mem::replace(&mut self.events, events) != events
+            && let Some(messages) = &self.messages
+        {
+            messages.set_events(events)?;
+        }
+        let frame = match events {
+            EventFlags::IN => self.receive()?,
+            EventFlags::RDHUP if is_ready(&*self.connection, PollFlags::RDHUP) => return Err(VfioSessionError::Left),
+            _ => None,
+        };
+        match (frame, &mut self.function) {
+            (Some(frame), _) => {
+                if self.pending.is_some() && needs_silence(&frame) {
+                    self.deferred = Some(frame);
+                    return Ok(true);
+                }
+                self.handle(frame)?;
+                // A client that always has a message must not delay what waits for queues.
+                if let Some(function) = self.function.as_mut().filter(|function| function.is_drain_due()) {
+                    function.update(&self.config)?;
+                }
+                return Ok(true);
+            }
+            // After the messages: a Keep Alive among them is in time.
+            (None, Some(function)) if function.is_due() => function.update(&self.config)?,
+            _ => {}
+        }
+        Ok(false)
+    }
+
+    /// Makes the pending change if the device is silent by then, sends its reply, and handles the command behind it.
+    /// Returns whether there was one.
+    fn finish_pending(&mut self, until: Option<Instant>) -> Result<bool, VfioSessionError> {
+        if let Some(function) = &mut self.function
+            && !function.advance_change(&self.config, until)?
+        {
             return Ok(false);
         }
-        let Some(frame) = self.receive()? else { return Ok(false) };
+        if let Some(PendingReply { message, no_reply }) = &self.pending {
+            if !no_reply {
+                self.send(message, None)?;
+            }
+            self.pending = None;
+            return Ok(true);
+        }
+        let Some(frame) = self.deferred.take() else { return Ok(false) };
         self.handle(frame)?;
         Ok(true)
     }
@@ -175,6 +311,7 @@ impl VfioUserSession {
         let request = VfioRequest::parse(command, &payload, descriptors.len(), DATA_BYTES_MAX);
         let is_version = matches!(request, Ok(VfioRequest::Version(_)));
         let is_first = self.function.is_none();
+        let was_pending = self.pending.is_some();
         let mut data = Vec::new();
         let answer = match request {
             Ok(VfioRequest::Version(version)) if is_first => self.agree(&version)?,
@@ -185,12 +322,22 @@ impl VfioUserSession {
         let message = match &answer {
             Ok(reply) => reply.encode(id),
             Err((errno, why)) => {
-                self.log.warn(format_args!("a message of the client is refused: {why}"));
+                if !why.is_empty() {
+                    self.log.warn(format_args!("a message of the client is refused: {why}"));
+                }
                 MessageHeader::encode_error(id, command, errno.raw_os_error().unsigned_abs()).to_vec()
             }
         };
-        if !no_reply {
-            self.send(&message)?;
+        if !was_pending && self.function.as_ref().is_some_and(NvmeFunction::is_changing) {
+            self.pending = Some(PendingReply { message, no_reply });
+        } else if !no_reply {
+            let doorbells = match &answer {
+                Ok(VfioReply::DeviceGetRegionInfo(RegionInfo { sparse: Some(_), .. })) => {
+                    self.function.as_ref().and_then(NvmeFunction::shared_doorbells)
+                }
+                _ => None,
+            };
+            self.send(&message, doorbells.map(|(_, file)| file))?;
         }
         // Before the version is negotiated there is no reply format.
         if is_first && !(is_version && answer.is_ok()) {
@@ -199,10 +346,12 @@ impl VfioUserSession {
         Ok(())
     }
 
-    fn send(&self, message: &[u8]) -> Result<(), VfioSessionError> {
+    /// Sends a message. A descriptor comes with its first byte.
+    fn send(&self, message: &[u8], descriptor: Option<BorrowedFd<'_>>) -> Result<(), VfioSessionError> {
         let mut sent = 0;
         while sent < message.len() {
-            sent += send_fds(&*self.connection, &message[sent..], &[], SendFlags::DONTWAIT)?;
+            let descriptors = if sent == 0 { descriptor.as_slice() } else { &[] };
+            sent += send_fds(&*self.connection, &message[sent..], descriptors, SendFlags::DONTWAIT)?;
         }
         Ok(())
     }
@@ -214,7 +363,7 @@ impl VfioUserSession {
             let error = VfioSessionError::Version { major, minor };
             return Ok(Err((Errno::INVAL, error.to_string())));
         }
-        let function = NvmeFunction::new(&self.config, &self.connection, &self.replies, &self.log)?;
+        let function = NvmeFunction::new(&self.config, &self.replies, &self.log)?;
         self.function = Some(function);
         let defaults = VfioCapabilities::default();
         let capabilities = VfioCapabilities {
@@ -235,18 +384,25 @@ impl VfioUserSession {
         mut descriptors: Vec<OwnedFd>,
         data: &'a mut Vec<u8>,
     ) -> Result<Result<VfioReply<'a>, RefusedMessage>, VfioSessionError> {
-        let VfioUserSession { config, function: Some(function), .. } = self else {
+        let VfioUserSession { config, log, function: Some(function), is_unshared_told, .. } = self else {
             return Err(VfioSessionError::OutOfTurn);
         };
         let invalid = |what: String| Ok(Err((Errno::INVAL, what)));
         Ok(Ok(match request {
             VfioRequest::Version(_) => return invalid("VERSION was agreed on before".into()),
-            VfioRequest::DmaMap(map) => match function.map(config, map, descriptors.pop())? {
-                Ok(()) => VfioReply::DmaMap,
-                Err(error) => return Ok(Err((error.errno(), format!("DMA_MAP: {error}")))),
-            },
+            VfioRequest::DmaMap(map) => {
+                // Firmware has no descriptor either, but it cannot be written.
+                let is_unshared = descriptors.is_empty() && map.flags.contains(DmaMapFlags::READ | DmaMapFlags::WRITE);
+                if is_unshared && !std::mem::replace(is_unshared_told, true) {
+                    log.warn(format_args!("the guest's memory is not shared, and no command reaches it; {SHARE}"));
+                }
+                match function.map(config, map, descriptors.pop())? {
+                    Ok(_) => VfioReply::DmaMap,
+                    Err(error) => return Ok(Err((error.errno(), format!("DMA_MAP: {error}")))),
+                }
+            }
             VfioRequest::DmaUnmap(unmap) => match function.unmap(config, unmap)? {
-                Ok(()) => VfioReply::DmaUnmap(*unmap),
+                Ok(_) => VfioReply::DmaUnmap(*unmap),
                 Err(error) => return Ok(Err((error.errno(), format!("DMA_UNMAP: {error}")))),
             },
             VfioRequest::DeviceGetInfo => VfioReply::DeviceGetInfo(DeviceRegions {
@@ -254,7 +410,7 @@ impl VfioUserSession {
                 regions: REGIONS,
                 irqs: IRQS,
             }),
-            VfioRequest::DeviceGetRegionInfo { index, .. } if *index < REGIONS => {
+            VfioRequest::DeviceGetRegionInfo { argsz, index } if *index < REGIONS => {
                 let size = match *index {
                     region_index::BAR0 => function.bar0_bytes(),
                     MSIX_REGION => MSIX_BYTES as u64,
@@ -262,9 +418,22 @@ impl VfioUserSession {
                     _ => 0,
                 };
                 let flags = if size > 0 { RegionFlags::READ | RegionFlags::WRITE } else { RegionFlags::empty() };
-                VfioReply::DeviceGetRegionInfo(RegionInfo { index: *index, flags, size, offset: 0, sparse: None })
+                let plain = RegionInfo { index: *index, flags, size, offset: 0, sparse: None };
+                match function.shared_doorbells().filter(|_| *index == region_index::BAR0) {
+                    None => VfioReply::DeviceGetRegionInfo(plain),
+                    Some((area, _)) => {
+                        let flags = flags | RegionFlags::MMAP;
+                        let info = RegionInfo { flags, sparse: Some(vec![area]), ..plain.clone() };
+                        match info.reply_bytes() {
+                            bytes if bytes > *argsz => VfioReply::RegionInfoCut { argsz: bytes, fixed: plain },
+                            _ => VfioReply::DeviceGetRegionInfo(info),
+                        }
+                    }
+                }
             }
             VfioRequest::DeviceGetRegionInfo { index, .. } => return invalid(format!("there is no region {index}")),
+            // As of a kernel, for a function without PCI Express. QEMU always asks, and warns of one that is not there.
+            VfioRequest::DeviceGetIrqInfo { index: irq_index::ERR } => return Ok(Err((Errno::INVAL, String::new()))),
             VfioRequest::DeviceGetIrqInfo { index } if *index < IRQS => {
                 let (flags, count) = match *index {
                     irq_index::MSIX => (IrqFlags::EVENTFD, function.vectors()),
@@ -303,6 +472,13 @@ impl VfioUserSession {
             }
         }))
     }
+}
+
+/// Whether a command is answered only once the device is silent.
+fn needs_silence(frame: &Frame<OwnedFd>) -> bool {
+    [Command::DmaMap, Command::DmaUnmap, Command::DeviceReset]
+        .iter()
+        .any(|command| frame.header.command == *command as u16)
 }
 
 fn errno_of(error: &MessageError) -> Errno {
@@ -344,10 +520,10 @@ fn set_irqs(
                 function.set_vector(config, vector, None)?;
             }
         }
-        IrqData::All => (range.start..end).for_each(|vector| function.signal(vector)),
+        IrqData::All => (range.start..end).try_for_each(|vector| function.signal(config, vector))?,
         IrqData::Some(wanted) => {
-            let vectors = (range.start..end).zip(wanted).filter(|(_, byte)| **byte != 0);
-            vectors.for_each(|(vector, _)| function.signal(vector));
+            let mut vectors = (range.start..end).zip(wanted).filter(|(_, byte)| **byte != 0);
+            vectors.try_for_each(|(vector, _)| function.signal(config, vector))?;
         }
     }
     Ok(Ok(()))
@@ -410,8 +586,7 @@ impl FrontEndSession for VfioUserSession {
     type Queue = NvmeQueueSession;
     type Disk = NvmeDisk;
     type Reserve = VfioSessionReserve;
-    /// Never constructed: sessions are not handed over.
-    type State = Infallible;
+    type State = VfioSessionState;
     type Start = ();
     type View = VfioSessionView;
     type Error = VfioSessionError;
@@ -426,42 +601,65 @@ impl FrontEndSession for VfioUserSession {
         config: VfioUserExport,
         log: &Arc<ExportLog>,
     ) -> VfioUserSession {
-        VfioUserSession {
-            config,
-            log: Arc::clone(log),
-            connection: Arc::new(connection.stream),
-            reader: FrameReader::new(FrameLimits::for_data(DATA_BYTES_MAX, DESCRIPTORS_MAX)),
-            function: None,
-            replies: reserve.replies,
-            set: Arc::new(reserve.set),
-            awaited: None,
-            lacks_room: false,
-            is_lane_gone: false,
-        }
+        VfioUserSession::new(connection.stream, reserve, config, log)
     }
 
     fn resume(
-        state: Infallible,
-        _reserve: VfioSessionReserve,
-        _config: VfioUserExport,
-        _log: &Arc<ExportLog>,
+        state: VfioSessionState,
+        reserve: VfioSessionReserve,
+        mut config: VfioUserExport,
+        log: &Arc<ExportLog>,
     ) -> Result<(VfioUserSession, ()), String> {
-        match state {}
+        let VfioSessionState { connection, record, files } = state;
+        let (queues, made) = (record.queues, config.queues.len());
+        if !(1..=made).contains(&usize::from(queues)) {
+            return Err(format!("it has {queues} queues, and {made} were made"));
+        }
+        config.disk.set_queues(queues);
+        let mut session = VfioUserSession::new(connection.into(), reserve, config, log);
+        let mut files = files.into_iter();
+        session.resume_message(&record.part, files.by_ref().take(record.part_files).collect())?;
+        session.is_unshared_told = record.is_unshared_told;
+        if let Some(function) = &record.function {
+            let parts = (&session.replies, &session.log);
+            session.function = Some(NvmeFunction::take_over(&session.config, parts, function, &mut files)?);
+        }
+        if files.len() > 0 {
+            return Err(format!("{} surplus descriptors", files.len()));
+        }
+        Ok((session, ()))
     }
 
-    fn begin(&mut self, _start: Option<()>) -> Result<(), VfioSessionError> {
-        Ok(())
+    fn begin(&mut self, start: Option<()>) -> Result<(), VfioSessionError> {
+        match (start, &mut self.function) {
+            (Some(()), Some(function)) => function.update(&self.config),
+            _ => Ok(()),
+        }
     }
 
     fn step(&mut self) -> SessionStep<VfioSessionError> {
-        match self.turn() {
-            Ok(true) => SessionStep::Handled,
-            Ok(false) => SessionStep::Waiting,
-            Err(error) => {
-                self.is_lane_gone |= matches!(error, VfioSessionError::LaneGone(_));
-                SessionStep::Over(error)
+        let error = match self.ending.take() {
+            Some(error) => error,
+            None => match self.turn() {
+                Ok(true) => return SessionStep::Handled,
+                Ok(false) => return SessionStep::Waiting,
+                Err(error) => error,
+            },
+        };
+        self.is_lane_gone |= matches!(error, VfioSessionError::LaneGone(_));
+        if let Some(function) = self.function.as_mut().filter(|_| !self.is_lane_gone) {
+            // The connection stays open until the device is silent: a client takes its end for that.
+            self.messages = None;
+            match function.advance_end(&self.config) {
+                Ok(true) => {}
+                Ok(false) => {
+                    self.ending = Some(error);
+                    return SessionStep::Waiting;
+                }
+                Err(_) => self.is_lane_gone = true,
             }
         }
+        SessionStep::Over(error)
     }
 
     /// Waits for a message, room for a reply, or replies of a queue.
@@ -469,30 +667,44 @@ impl FrontEndSession for VfioUserSession {
         (Arc::clone(&self.set) as _, EventFlags::IN)
     }
 
+    /// The time of the controller.
+    fn deadline(&self) -> Option<Instant> {
+        self.function.as_ref()?.deadline()
+    }
+
     fn with_config<T>(&mut self, change: impl FnOnce(&mut VfioUserExport) -> T) -> T {
         change(&mut self.config)
     }
 
     /// The host is notified by an asynchronous event, if it has requested one.
-    fn change(&mut self, info: &Arc<DeviceInfo>) -> Result<Changed, String> {
-        let Some(function) = &mut self.function else { return self.config.change(info).map(|()| Changed::Unseen) };
+    fn change(&mut self, device: u16, info: &Arc<DeviceInfo>) -> Result<Changed, String> {
+        let Some(function) = &mut self.function else {
+            return self.config.change(device, info).map(|()| Changed::Unseen);
+        };
         function.suspend_all(&self.config).map_err(|gone| gone.to_string())?;
-        let changed = self.config.change(info);
+        let changed = self.config.change(device, info);
         function.set_device(&self.config).map_err(|error| error.to_string())?;
         changed.map(|()| Changed::Told)
     }
 
-    fn hand_over(&mut self) -> (Vec<usize>, Result<Infallible, String>) {
-        (Vec::new(), Err("a vfio-user session cannot be handed over: disconnect its client first".into()))
+    /// The session knows itself which of its queues ran.
+    fn hand_over(&mut self) -> (Vec<usize>, Result<VfioSessionState, String>) {
+        (Vec::new(), self.save())
     }
 
-    fn go_on(&mut self, _running: Vec<usize>) {}
+    fn go_on(&mut self, _running: Vec<usize>) {
+        if let Some(function) = &mut self.function {
+            self.failed = function.update(&self.config).err();
+        }
+    }
 
     fn view(&self) -> VfioSessionView {
         let function = self.function.as_ref();
         VfioSessionView {
             dma_maps: function.map_or(0, NvmeFunction::dma_maps),
+            memory_bytes: function.map_or(0, NvmeFunction::memory_bytes),
             io_queues: function.map_or(0, NvmeFunction::io_queues),
+            waits: function.and_then(NvmeFunction::pending_change),
         }
     }
 
@@ -503,7 +715,7 @@ impl FrontEndSession for VfioUserSession {
         }
         config.queues.iter().for_each(NvmeQueueRemote::close);
         match end {
-            SessionEnd::Handed => unreachable!("sessions are not handed over"),
+            SessionEnd::Handed => log.info("the session was handed over to another process"),
             SessionEnd::Stopped => log.info("the client is disconnected: the export ends"),
             SessionEnd::Over(VfioSessionError::Left) => log.info("the client left"),
             SessionEnd::Over(error) => log.warn(format_args!("the client is disconnected: {error}")),
@@ -514,12 +726,14 @@ impl FrontEndSession for VfioUserSession {
 }
 
 impl ExportedDisk for NvmeDisk {
-    fn info(&self) -> &DeviceInfo {
-        &self.info
+    fn infos(&self) -> Vec<&DeviceInfo> {
+        self.namespaces.iter().map(|(_, info)| info).collect()
     }
 
-    fn set_info(&mut self, info: &Arc<DeviceInfo>) {
-        self.info = DeviceInfo::clone(info);
+    fn set_info(&mut self, device: u16, info: &Arc<DeviceInfo>) {
+        if let Some((_, known)) = self.namespaces.get_mut(usize::from(device)) {
+            *known = DeviceInfo::clone(info);
+        }
     }
 
     fn queues(&self) -> u16 {

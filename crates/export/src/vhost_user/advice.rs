@@ -4,12 +4,9 @@
 
 use blkyard_virtio::RingSetupError;
 
+use crate::core::SHARE;
 use crate::vhost_user::backend::QUEUES_MAX;
 use crate::vhost_user::memory::Memory;
-
-/// QEMU's options for shared guest memory.
-const SHARE: &str = "start QEMU with -object memory-backend-memfd,id=mem,size=SIZE,share=on -machine memory-backend=mem, \
-                     where SIZE is that of -m";
 
 /// Cause of a failed ring set-up.
 pub(crate) fn no_ring(memory: &Memory, error: RingSetupError) -> String {

@@ -132,7 +132,7 @@ impl Backend {
     pub(crate) fn change(&mut self, info: &Arc<DeviceInfo>) -> std::result::Result<Changed, String> {
         let resized = info.capacity_sectors != self.config.disk.info().capacity_sectors;
         let running = self.suspend_all().map_err(|error| error.to_string())?;
-        let changed = self.config.change(info);
+        let changed = self.config.change(0, info);
         let again = running.into_iter().try_for_each(|index| self.run_if_ready(index));
         changed.and(again.map_err(|error| error.to_string()))?;
         if !resized {

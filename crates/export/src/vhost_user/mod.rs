@@ -33,8 +33,6 @@ pub type VhostUserTaking = core::Taking<VhostUserSession>;
 pub type VhostUserStatus = core::ExportStatus<SessionView>;
 /// Handle to control a vhost-user export.
 pub type VhostUserHand = core::ExportHand<VhostUserSession>;
-/// Handover state of a vhost-user export, with drained queues.
-pub type VhostUserState = core::ExportState<SessionState>;
 /// A hardware queue and the virtqueues that feed it.
 pub type VirtqueuePoller<D> = core::QueuePoller<D, VirtqueueSession>;
 /// A virtqueue detached from its hardware queue, on its way to another.

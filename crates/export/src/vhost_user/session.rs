@@ -5,6 +5,7 @@
 use std::io;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 use blkyard_mq::DeviceInfo;
 use blkyard_sys::{EventFlags, PollFlags, is_ready};
@@ -151,6 +152,10 @@ impl FrontEndSession for VhostUserSession {
         }
     }
 
+    fn deadline(&self) -> Option<Instant> {
+        None
+    }
+
     /// Waits for a message, or for room for a reply.
     fn interest(&self) -> (AwaitedFd, EventFlags) {
         (Arc::clone(&self.connection) as _, if self.lacks_room { EventFlags::OUT } else { EventFlags::IN })
@@ -161,7 +166,7 @@ impl FrontEndSession for VhostUserSession {
     }
 
     /// Notifies the front-end of a changed size.
-    fn change(&mut self, info: &Arc<DeviceInfo>) -> Result<Changed, String> {
+    fn change(&mut self, _device: u16, info: &Arc<DeviceInfo>) -> Result<Changed, String> {
         self.ours().change(info)
     }
 
@@ -203,11 +208,11 @@ impl FrontEndSession for VhostUserSession {
 }
 
 impl ExportedDisk for BlkConfig {
-    fn info(&self) -> &DeviceInfo {
-        BlkConfig::info(self)
+    fn infos(&self) -> Vec<&DeviceInfo> {
+        vec![BlkConfig::info(self)]
     }
 
-    fn set_info(&mut self, info: &Arc<DeviceInfo>) {
+    fn set_info(&mut self, _device: u16, info: &Arc<DeviceInfo>) {
         BlkConfig::set_info(self, info);
     }
 

@@ -122,6 +122,8 @@ pub enum Seen {
 #[derive(Debug, Default)]
 pub struct Gate {
     shut: AtomicBool,
+    /// Requests that may pass although it is shut.
+    admitted: AtomicUsize,
     held: AtomicUsize,
     polls: AtomicUsize,
     /// Number of the request that panics, counted from one; zero for none.
@@ -142,6 +144,16 @@ impl Gate {
 
     pub fn set_shut(&self, shut: bool) {
         self.shut.store(shut, SeqCst);
+    }
+
+    /// Lets this number of requests pass although it is shut.
+    pub fn admit(&self, requests: usize) {
+        self.admitted.fetch_add(requests, SeqCst);
+    }
+
+    fn lets_pass(&self) -> bool {
+        let take = |left: usize| left.checked_sub(1);
+        !self.shut.load(SeqCst) || self.admitted.fetch_update(SeqCst, SeqCst, take).is_ok()
     }
 
     /// Requests that wait behind the gate.
@@ -203,7 +215,8 @@ impl Driver<Ring> for GatedQueue {
     fn poll(&mut self, _: &mut Ring, memory: &RegionTable, done: &mut Done<'_>, now_ns: u64) {
         self.now_ns = now_ns;
         self.gate.polls.fetch_add(1, SeqCst);
-        while !self.gate.shut.load(SeqCst)
+        while !self.held.is_empty()
+            && self.gate.lets_pass()
             && let Some((tag, op, sector)) = self.held.pop_front()
         {
             let (_, mut segments) = done.request(&tag);

@@ -9,7 +9,8 @@ mod guest;
 mod hand;
 mod line;
 mod load;
-mod nvme;
+pub mod nvme;
+pub mod nvme_host;
 mod raw;
 mod world;
 
@@ -27,7 +28,7 @@ pub use guest::{DATA_MAX, Data, Ram, VQ_BYTES, Vq, kind, range};
 pub use hand::Hand;
 pub use line::{LINE_BYTES, Line, PAGE, kinds};
 pub use load::load;
-pub use nvme::{NvmeWorld, RawClient};
+pub use nvme::{AdminHost, NvmeWorld, RawClient};
 pub use raw::{Raw, Request, addresses, state, words64};
 pub use world::{SERIAL, Served, World, end, start_lanes};
 

@@ -1,23 +1,30 @@
 //! Exports over vfio-user on real lanes, and a client of messages only.
 
-use std::os::fd::BorrowedFd;
+use std::cell::RefCell;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use blkyard_export::{
-    BoundSocket, NvmeDisk, NvmeQueuePoller, SocketConfig, VfioUserExport, VfioUserServer, queue_pair,
+    BoundSocket, HwQueueSet, NvmeDisk, NvmeDoorbells, NvmeQueuePoller, SocketConfig, VfioUserExport, VfioUserServer,
+    queue_pair,
 };
 use blkyard_mq::{HwQueue, HwQueueConfig};
-use blkyard_os::{LaneConfig, Lanes};
+use blkyard_nvme::{Psdt, Sqe, io};
+use blkyard_os::{LaneConfig, Lanes, Ring};
 use blkyard_sys::{recv_fds, send_fds};
 use blkyard_wire::vfio_user::{
-    HEADER_BYTES, MessageHeader, MessageKind, VERSION, VfioCapabilities, VfioRequest, VfioVersion,
+    DmaMapFlags, DmaMapRequest, HEADER_BYTES, MessageHeader, MessageKind, RegionAccess, VERSION, VfioCapabilities,
+    VfioRequest, VfioVersion,
 };
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::net::{RecvFlags, SendFlags};
 
 use super::devices::AnyQueue;
-use super::{AnyDevice, PATIENCE, SERIAL};
+use super::{AnyDevice, Gate, PATIENCE, SERIAL};
 
 /// One export, whose queues live on lanes.
 pub struct NvmeWorld {
@@ -30,27 +37,38 @@ pub struct NvmeWorld {
 impl NvmeWorld {
     /// The queues are dealt to the lanes in turn.
     pub fn new(device: &AnyDevice, queues: usize, lanes: usize) -> NvmeWorld {
+        NvmeWorld::with(device, queues, lanes, NvmeDoorbells::Message)
+    }
+
+    pub fn with(device: &AnyDevice, queues: usize, lanes: usize, doorbells: NvmeDoorbells) -> NvmeWorld {
+        NvmeWorld::of_devices(std::slice::from_ref(device), queues, lanes, doorbells)
+    }
+
+    /// Namespaces 1, 2 and so on are these devices.
+    pub fn of_devices(devices: &[AnyDevice], queues: usize, lanes: usize, doorbells: NvmeDoorbells) -> NvmeWorld {
         let config = |number| LaneConfig { name: format!("lane{number}"), ..LaneConfig::default() };
         let mut dealt = Lanes::start(lanes, config).unwrap();
-        let info = Arc::new(device.info.clone());
         let mut remotes = Vec::new();
         for number in 0..queues {
             let (remote, port) = queue_pair();
             let config = HwQueueConfig::default();
-            let (driver, info) = (device.queue(config.depth), Arc::clone(&info));
-            dealt
-                .admit(number % lanes, move || NvmeQueuePoller::new(HwQueue::new(driver, info, config), (), port))
-                .unwrap();
+            let queues: Vec<_> = devices
+                .iter()
+                .map(|device| HwQueue::new(device.queue(config.depth), Arc::new(device.info.clone()), config))
+                .collect();
+            let make = move || NvmeQueuePoller::new(HwQueueSet::new::<Ring>(queues).unwrap(), (), port);
+            dealt.admit(number % lanes, make).unwrap();
             remotes.push(remote);
         }
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("nvme.sock");
         let socket = SocketConfig { path: path.clone(), mode: None, group: None };
+        let namespaces = (1..).zip(devices).map(|(nsid, device)| (nsid, device.info.clone())).collect();
         let config = VfioUserExport {
             name: "nvme".into(),
-            disk: NvmeDisk::new(&info, queues as u16, SERIAL),
+            disk: NvmeDisk::of_namespaces(namespaces, queues as u16, SERIAL).with_doorbells(doorbells),
             queues: remotes,
-            domains: device.domains.clone(),
+            domains: devices.iter().flat_map(|device| device.domains.clone()).collect(),
         };
         let server = VfioUserServer::start(BoundSocket::bind(&socket).unwrap(), config).unwrap();
         NvmeWorld { path, server: Some(server), lanes: dealt, folder }
@@ -77,6 +95,8 @@ impl NvmeWorld {
 pub struct RawClient {
     stream: UnixStream,
     id: u16,
+    /// Descriptors that came with messages.
+    descriptors: RefCell<Vec<OwnedFd>>,
 }
 
 impl RawClient {
@@ -84,7 +104,7 @@ impl RawClient {
     pub fn connect(path: &Path) -> RawClient {
         let stream = UnixStream::connect(path).unwrap();
         stream.set_read_timeout(Some(PATIENCE)).unwrap();
-        RawClient { stream, id: 0 }
+        RawClient { stream, id: 0, descriptors: RefCell::default() }
     }
 
     /// One after its version.
@@ -102,6 +122,11 @@ impl RawClient {
     pub fn send(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) {
         // The server may have closed the connection.
         let _ = send_fds(&self.stream, bytes, fds, SendFlags::empty());
+    }
+
+    /// Whether a message comes within a time.
+    pub fn is_readable(&self, within: Duration) -> bool {
+        super::readable(&self.stream, within)
     }
 
     /// Sends bytes; false if the socket has no room for them.
@@ -127,13 +152,21 @@ impl RawClient {
         let mut at = 0;
         while at < len {
             match recv_fds(&self.stream, &mut bytes[at..], 1, RecvFlags::empty()) {
-                Ok(received) if received.bytes > 0 => at += received.bytes,
+                Ok(received) if received.bytes > 0 => {
+                    at += received.bytes;
+                    self.descriptors.borrow_mut().extend(received.fds);
+                }
                 Err(rustix::io::Errno::AGAIN) => panic!("no answer came"),
                 // Closed, maybe with something unread.
                 _ => return None,
             }
         }
         Some(bytes)
+    }
+
+    /// A descriptor that came with a message.
+    pub fn take_descriptor(&self) -> Option<OwnedFd> {
+        self.descriptors.borrow_mut().pop()
     }
 
     /// Sends a command and takes its reply.
@@ -165,5 +198,113 @@ impl RawClient {
                 Some((_, Ok(_))) => return false,
             }
         }
+    }
+}
+
+pub fn file(bytes: u64) -> OwnedFd {
+    let file = memfd_create("host", MemfdFlags::CLOEXEC).unwrap();
+    ftruncate(&file, bytes).unwrap();
+    file
+}
+
+pub fn read(region: u32, offset: u64, count: u32) -> VfioRequest<'static> {
+    VfioRequest::RegionRead(RegionAccess { offset, region, count })
+}
+
+pub fn map(address: u64, size: u64, offset: u64) -> VfioRequest<'static> {
+    let flags = DmaMapFlags::READ | DmaMapFlags::WRITE;
+    VfioRequest::DmaMap(DmaMapRequest { flags, offset, address, size })
+}
+
+/// A host with an admin queue and nothing else: its memory is a file, mapped at [`AdminHost::BASE`].
+pub struct AdminHost {
+    pub client: RawClient,
+    pub memory: std::fs::File,
+    pub tail: u32,
+}
+
+impl AdminHost {
+    pub const BASE: u64 = 0x10000;
+
+    /// An enabled controller; the rings are the first two pages of the memory.
+    pub fn enable(world: &NvmeWorld) -> AdminHost {
+        AdminHost::enable_at(&world.path)
+    }
+
+    /// The same for the export of a socket.
+    pub fn enable_at(path: &Path) -> AdminHost {
+        let mut client = RawClient::greeted(path);
+        let memory = file(0x10000);
+        client.call(&map(AdminHost::BASE, 0x10000, 0), &[memory.as_fd()]).unwrap();
+        let mut host = AdminHost { client, memory: memory.into(), tail: 0 };
+        host.write(0x24, &[7, 0, 7, 0]);
+        host.write(0x28, &AdminHost::BASE.to_le_bytes());
+        host.write(0x30, &(AdminHost::BASE + 0x1000).to_le_bytes());
+        host.write(0x14, &[1, 0, 0x46, 0]);
+        assert_eq!(host.client.call(&read(0, 0x1c, 4), &[]).unwrap()[16], 1, "CSTS.RDY");
+        host
+    }
+
+    /// One whose write is in flight at a device that does not answer.
+    pub fn stuck(world: &NvmeWorld, gate: &Gate) -> AdminHost {
+        let mut host = AdminHost::enable(world);
+        host.get_stuck(gate);
+        host
+    }
+
+    /// Creates queue 1 in the pages 2 and 3, and has it write to a device that does not answer.
+    pub fn get_stuck(&mut self, gate: &Gate) {
+        let page = |number: u64| AdminHost::BASE + number * 0x1000;
+        assert_eq!(self.admin(Sqe::create_cq(1, 8, page(3), None)), Some(0));
+        assert_eq!(self.admin(Sqe::create_sq(1, 8, page(2), 1)), Some(0));
+        self.put(2, 0, Sqe::with_blocks(io::WRITE, 1, 0, 1, 0).with_data(Psdt::Prp, [page(4), 0]));
+        self.write(0x1080, &[1, 0, 0, 0]);
+        super::until("the write is in flight", || gate.held() == 1);
+    }
+
+    /// The low byte of CSTS.
+    pub fn csts(&mut self) -> u8 {
+        self.client.call(&read(0, 0x1c, 4), &[]).unwrap()[16]
+    }
+
+    pub fn write(&mut self, offset: u64, bytes: &[u8]) {
+        let access = RegionAccess { offset, region: 0, count: bytes.len() as u32 };
+        self.client.call(&VfioRequest::RegionWrite(access, bytes), &[]).unwrap();
+    }
+
+    /// Puts a command into a submission ring in a page of the memory.
+    pub fn put(&self, page: u64, index: u32, sqe: Sqe) {
+        let bytes: Vec<u8> = sqe.0.iter().flat_map(|word| word.to_le_bytes()).collect();
+        self.memory.write_all_at(&bytes, page * 0x1000 + u64::from(index) * 64).unwrap();
+    }
+
+    /// Status of a completion ring's entry in its first round; unset if it is not there.
+    pub fn status(&self, page: u64, index: u32) -> Option<u16> {
+        let mut bytes = [0; 2];
+        self.memory.read_exact_at(&mut bytes, page * 0x1000 + u64::from(index) * 16 + 14).unwrap();
+        let word = u16::from_le_bytes(bytes);
+        (word & 1 != 0).then_some(word >> 1)
+    }
+
+    /// Words of 32 bits at the start of a page of the memory.
+    pub fn words(&self, page: u64, count: usize) -> Vec<u32> {
+        let mut bytes = vec![0; count * 4];
+        self.memory.read_exact_at(&mut bytes, page * 0x1000).unwrap();
+        bytes.chunks(4).map(|word| u32::from_le_bytes(word.try_into().unwrap())).collect()
+    }
+
+    /// CSTS.SHST.
+    pub fn shutdown_status(&mut self) -> u8 {
+        self.client.call(&read(0, 0x1c, 4), &[]).unwrap()[16] >> 2 & 3
+    }
+
+    /// Sends an admin command: it is carried out when this returns, unless it waits for a device.
+    /// Returns the status of the completion with the same index, if it is there. Seven at most.
+    pub fn admin(&mut self, sqe: Sqe) -> Option<u16> {
+        let index = self.tail;
+        self.put(0, index, sqe.with_cid(index as u16));
+        self.tail += 1;
+        self.write(0x1000, &self.tail.to_le_bytes());
+        self.status(1, index)
     }
 }

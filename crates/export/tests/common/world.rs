@@ -39,7 +39,7 @@ impl Served {
 
     /// Counters of a queue.
     pub fn stats(&self, queue: usize) -> &HwStats {
-        self.watches[queue].stats().unwrap()
+        &self.watches[queue].stats()[0]
     }
 
     /// A handle for a queue's inspection.
@@ -87,7 +87,7 @@ impl World {
         let config = HwQueueConfig { bios_max: usual.bios_max * queues, ..usual };
         let (driver, info) = (device.queue(config.depth), Arc::new(device.info.clone()));
         let disk = BlkConfig::new(&info, queues as u16, SEG_MAX, true);
-        let share = QueueShare { bios: usual.bios_max, depth: usual.depth };
+        let share = QueueShare { bios: usual.bios_max, depth: usual.depth, devices: 1 };
         let (remotes, ports): (Vec<_>, Vec<_>) = (0..queues).map(|_| queue_pair()).unzip();
         let virtqueue = |port| DetachedVirtqueue::new(SerialId::new(SERIAL).unwrap(), port, share, 0).unwrap();
         let mut virtqueues = ports.into_iter().map(virtqueue);

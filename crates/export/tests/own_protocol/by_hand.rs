@@ -27,7 +27,7 @@ impl Members {
         let mut hw = HwQueue::new(device.queue(config.depth), Arc::new(device.info().clone()), config);
         hw.set_rates(0, limits.to_vec());
         let (remotes, ports): (Vec<_>, Vec<_>) = (0..QUEUES).map(|_| queue_pair()).unzip();
-        let share = QueueShare { bios: usual.bios_max, depth: usual.depth };
+        let share = QueueShare { bios: usual.bios_max, depth: usual.depth, devices: 1 };
         let mut detached = ports.into_iter().map(|port| DetachedQueue::new(IDENTITY, port, share, 0).unwrap());
         let poller = QueuePoller::of_detached(hw, detached.next().unwrap());
         let rings = MiniRing::several(QUEUES);
@@ -188,7 +188,7 @@ fn depth_bounds_each_member_of_a_hardware_queue() {
 fn refusals_and_merges_are_counted_with_their_member() {
     let mut members = Members::new(0, &[]);
     let counted = |members: &Members, queue: usize| {
-        let stats = members.remotes[queue].watch().stats().unwrap().snapshot();
+        let stats = members.remotes[queue].watch().stats()[0].snapshot();
         (stats.refused, stats.merged.iter().sum::<u64>())
     };
     for (round, queue) in [(1, 1), (1, 0), (2, 1)] {

@@ -59,7 +59,7 @@ fn queues(
     let usual = HwQueueConfig::default();
     let config = HwQueueConfig { bios_max: usual.bios_max * QUEUES, ..usual };
     let (driver, info) = (device.queue(config.depth), Arc::new(device.info().clone()));
-    let share = QueueShare { bios: usual.bios_max, depth: usual.depth };
+    let share = QueueShare { bios: usual.bios_max, depth: usual.depth, devices: 1 };
     let (remotes, ports): (Vec<QueueRemote<_>>, Vec<_>) = (0..QUEUES).map(|_| queue_pair()).unzip();
     let detached = ports.into_iter().map(|port| DetachedQueue::new(IDENTITY, port, share, 0).unwrap());
     let mut detached = detached.collect::<Vec<_>>().into_iter();
@@ -91,7 +91,7 @@ impl MiniWorld {
     }
 
     fn counted(&self, queue: usize, class: OpClass) -> u64 {
-        self.watches[queue].stats().unwrap().snapshot().op(class).ios
+        self.watches[queue].stats()[0].snapshot().op(class).ios
     }
 
     /// Submits one request to a queue; returns its status.
@@ -191,17 +191,17 @@ fn orders_from_outside_reach_an_own_protocol() {
     let world = MiniWorld::new(0);
     let hand = world.server().hand().clone();
     let grown = |sectors| Arc::new(DeviceInfo { capacity_sectors: sectors, ..world.device.info().clone() });
-    assert_eq!(hand.change(grown(1024)).recv_timeout(PATIENCE).unwrap(), Ok(Changed::Unseen));
+    assert_eq!(hand.change(0, grown(1024)).recv_timeout(PATIENCE).unwrap(), Ok(Changed::Unseen));
     let mut client = world.connect();
     client.run_all();
     assert_eq!(client.ask(b'C', 0), Some(1024));
-    assert_eq!(hand.change(grown(2048)).recv_timeout(PATIENCE).unwrap(), Ok(Changed::Untold));
+    assert_eq!(hand.change(0, grown(2048)).recv_timeout(PATIENCE).unwrap(), Ok(Changed::Untold));
     assert_eq!(client.ask(b'C', 0), Some(2048));
     assert_eq!(world.io(1, MiniOp::Read, 2000, 0), 0, "it goes on, with the new size");
     assert_eq!(hand.set_depth(4).recv_timeout(PATIENCE).unwrap(), Ok(4));
-    assert_eq!(hand.schedule(SchedulerConfig::Fair(FairConfig::default())).recv_timeout(PATIENCE).unwrap(), Ok(()));
+    assert_eq!(hand.schedule(0, SchedulerConfig::Fair(FairConfig::default())).recv_timeout(PATIENCE).unwrap(), Ok(()));
     let limit = Arc::new(RateLimit::new(RateConfig { iops: 1_000_000, bytes_per_s: 0, burst_ms: 10 }).unwrap());
-    assert_eq!(hand.set_rates(vec![limit]).recv_timeout(PATIENCE).unwrap(), Ok(()));
+    assert_eq!(hand.set_rates(0, vec![limit]).recv_timeout(PATIENCE).unwrap(), Ok(()));
     assert_eq!(world.io(0, MiniOp::Write, 0, 0), 0);
     assert_eq!(hand.offer(1, Vec::new()).recv_timeout(PATIENCE).unwrap(), Ok(Changed::Silent));
     let status = world.server().status();

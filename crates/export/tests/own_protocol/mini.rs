@@ -267,11 +267,11 @@ pub struct MiniDisk {
 }
 
 impl ExportedDisk for MiniDisk {
-    fn info(&self) -> &DeviceInfo {
-        &self.info
+    fn infos(&self) -> Vec<&DeviceInfo> {
+        vec![&self.info]
     }
 
-    fn set_info(&mut self, info: &Arc<DeviceInfo>) {
+    fn set_info(&mut self, _device: u16, info: &Arc<DeviceInfo>) {
         self.info = DeviceInfo::clone(info);
     }
 
@@ -340,7 +340,7 @@ impl MiniSession {
             b'R' => self.run(queue).map(|()| 0),
             b'S' => self.suspend(queue),
             b'F' => self.config.queues[queue].flush().map(u64::from).map_err(|gone| gone.to_string()),
-            b'C' => Ok(self.config.disk.info().capacity_sectors),
+            b'C' => Ok(self.config.disk.info.capacity_sectors),
             other => Err(format!("{other} is no command")),
         }
     }
@@ -401,6 +401,10 @@ impl FrontEndSession for MiniSession {
         }
     }
 
+    fn deadline(&self) -> Option<std::time::Instant> {
+        None
+    }
+
     fn interest(&self) -> (AwaitedFd, EventFlags) {
         (Arc::clone(&self.connection) as _, EventFlags::IN)
     }
@@ -409,9 +413,9 @@ impl FrontEndSession for MiniSession {
         change(&mut self.config)
     }
 
-    fn change(&mut self, info: &Arc<DeviceInfo>) -> Result<Changed, String> {
+    fn change(&mut self, device: u16, info: &Arc<DeviceInfo>) -> Result<Changed, String> {
         let running = self.suspend_all()?;
-        let changed = self.config.change(info);
+        let changed = self.config.change(device, info);
         self.go_on(running);
         changed.map(|()| Changed::Untold)
     }

@@ -5,7 +5,9 @@
 
 use std::sync::mpsc::Sender;
 
-use blkyard_mq::{Bio, HwQueue, Op};
+use blkyard_mq::{Bio, Op, Status};
+
+use super::hw_set::HwQueueSet;
 
 /// The request number in the cookie of the control path's flush, which no client request has.
 const FLUSH: u32 = u32::MAX;
@@ -40,6 +42,8 @@ pub(super) fn set_member(bio: &mut Bio, member: usize) {
 
 /// The bios of a client queue. `T` is the protocol's data for the completion of each.
 pub(super) struct BioPool<T> {
+    /// Number of the client queue.
+    member: usize,
     free: Vec<Box<Bio>>,
     /// By request number; set while the bio is in the hardware queue.
     pending: Box<[Option<T>]>,
@@ -56,7 +60,8 @@ impl<T> BioPool<T> {
             bio.submitter = member as u16;
             bio
         };
-        BioPool { free: (0..bios).map(bio).collect(), pending: (0..bios).map(|_| None).collect(), out_max: usize::MAX }
+        let (free, pending) = ((0..bios).map(bio).collect(), (0..bios).map(|_| None).collect());
+        BioPool { member, free, pending, out_max: usize::MAX }
     }
 
     #[inline(always)]
@@ -84,6 +89,18 @@ impl<T> BioPool<T> {
         pending
     }
 
+    /// The data of a bio in the hardware queue, if it belongs to this client queue.
+    pub(super) fn pending(&self, bio: &Bio) -> Option<&T> {
+        let is_own = member_of(bio.cookie) == self.member;
+        self.pending.get(request_of(bio.cookie) as usize).filter(|_| is_own)?.as_ref()
+    }
+
+    /// Assigns the free bios to the client queue with this number. None is in the hardware queue.
+    pub(super) fn set_member(&mut self, member: usize) {
+        self.member = member;
+        self.free.iter_mut().for_each(|bio| set_member(bio, member));
+    }
+
     /// Free bios. None is in the hardware queue.
     pub(super) fn free_mut(&mut self) -> &mut [Box<Bio>] {
         &mut self.free
@@ -107,20 +124,25 @@ impl<T> BioPool<T> {
     }
 }
 
-/// Flushes requested by the control path, one at a time.
+/// Flushes requested by the control path, one at a time: of one device after another.
 pub(super) struct Flushing {
     /// `None` while it is in flight.
     bio: Option<Box<Bio>>,
+    /// The device to flush next, or in flight.
+    device: u16,
+    devices: u16,
+    /// Result of the devices before it.
+    status: Status,
     asked: Vec<Sender<bool>>,
 }
 
 impl Flushing {
-    pub(super) fn new(member: usize) -> Flushing {
+    pub(super) fn new(member: usize, devices: usize) -> Flushing {
         let mut bio = Bio::with_capacity(0);
         bio.op = Op::Flush;
         bio.cookie = cookie(member, FLUSH);
         bio.submitter = member as u16;
-        Flushing { bio: Some(bio), asked: Vec::new() }
+        Flushing { bio: Some(bio), device: 0, devices: devices as u16, status: Status::Ok, asked: Vec::new() }
     }
 
     /// Requests a flush of all completed writes; the channel receives whether it succeeded.
@@ -130,19 +152,27 @@ impl Flushing {
 
     /// Submits a flush if one is requested and the queue has room.
     #[inline]
-    pub(super) fn submit<D>(&mut self, hw: &mut HwQueue<D>) {
+    pub(super) fn submit<D>(&mut self, hw: &mut HwQueueSet<D>) {
         if !self.asked.is_empty()
             && hw.room() > 0
-            && let Some(bio) = self.bio.take()
+            && let Some(mut bio) = self.bio.take()
         {
+            bio.namespace = self.device;
             hw.submit(bio);
         }
     }
 
     #[cold]
     pub(super) fn end(&mut self, bio: Box<Bio>) {
-        self.answer(bio.status.is_ok());
+        let status = self.status.and(bio.status);
         self.bio = Some(bio);
+        self.device += 1;
+        if self.device < self.devices {
+            self.status = status;
+        } else {
+            (self.device, self.status) = (0, Status::Ok);
+            self.answer(status.is_ok());
+        }
     }
 
     /// Answers all pending flush requests.
@@ -153,10 +183,10 @@ impl Flushing {
         }
     }
 
-    /// Whether the flush bio is free.
+    /// Whether the flush bio is free and no device is left to flush.
     #[inline]
     pub(super) fn is_at_hand(&self) -> bool {
-        self.bio.is_some()
+        self.bio.is_some() && self.device == 0
     }
 
     /// The flush bio; `None` while it is in flight.

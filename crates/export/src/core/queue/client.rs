@@ -7,15 +7,17 @@
 //! belongs to the hardware queue: the first client queue that starts sets it, the others must have the same memory, and
 //! the last one that stops clears it. Only the protocol knows the content of a ring ([`QueueSession`]).
 
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
 
 use blkyard_mem::{OneshotSender, RegionTable};
-use blkyard_mq::{Bio, DeviceInfo, Driver, HwQueue, HwStats, SignalEventfd, SignalSlot};
+use blkyard_mq::{Bio, DeviceInfo, Driver, HwStats, SignalEventfd, SignalSlot};
+use blkyard_sys::EventFd;
 
 use super::QueueShare;
 use super::bios::{BioPool, Flushing, is_flush, set_member};
+use super::hw_set::HwQueueSet;
 use super::kicks::KickSet;
 use super::protocol::{BioFeed, QueueSession, QueueSignals};
 use super::remote::{ClientCommand, QueuePort};
@@ -30,8 +32,8 @@ pub(crate) struct ClientQueue<S: QueueSession> {
     refusals: Arc<S::Refusals>,
     pub(super) session: Option<S>,
     bios: BioPool<S::Pending>,
-    /// Counters of its I/O.
-    stats: Arc<HwStats>,
+    /// Counters of its I/O, by device.
+    stats: Arc<[Arc<HwStats>]>,
     /// Limit of requests in flight, and its upper bound.
     depth: usize,
     depth_max: usize,
@@ -45,13 +47,16 @@ pub(crate) struct ClientQueue<S: QueueSession> {
     /// Set if the queue moves to another lane once it is drained.
     leaving: bool,
     signal: SignalSlot,
+    /// The eventfd that the control path has had it signal last, apart from its session.
+    aside: Option<Arc<EventFd>>,
+    aside_signal: SignalSlot,
 }
 
 impl<S: QueueSession> ClientQueue<S> {
     /// A stopped queue with this share of its hardware queue.
     pub(super) fn new(number: usize, identity: S::Identity, port: QueuePort<S>, share: QueueShare) -> ClientQueue<S> {
-        let QueueShare { bios, depth } = share;
-        let (stats, refusals) = (port.stats(), port.refusals());
+        let QueueShare { bios, depth, devices } = share;
+        let (stats, refusals) = (port.stats(devices), port.refusals());
         ClientQueue {
             number,
             port,
@@ -65,10 +70,12 @@ impl<S: QueueSession> ClientQueue<S> {
             is_depth_set: false,
             suspending: Vec::new(),
             parting: None,
-            flushing: Flushing::new(number),
+            flushing: Flushing::new(number, devices),
             retiring: false,
             leaving: false,
             signal: SignalSlot::default(),
+            aside: None,
+            aside_signal: SignalSlot::default(),
         }
     }
 
@@ -79,12 +86,11 @@ impl<S: QueueSession> ClientQueue<S> {
     /// Sets its number. None of its bios may be in a hardware queue.
     pub(super) fn set_number(&mut self, number: usize) {
         self.number = number;
-        for bio in self.bios.free_mut().iter_mut().chain(self.flushing.bio_mut()) {
-            set_member(bio, number);
-        }
+        self.bios.set_member(number);
+        self.flushing.bio_mut().into_iter().for_each(|bio| set_member(bio, number));
     }
 
-    pub(super) fn stats(&self) -> &Arc<HwStats> {
+    pub(super) fn stats(&self) -> &[Arc<HwStats>] {
         &self.stats
     }
 
@@ -142,7 +148,7 @@ impl<S: QueueSession> ClientQueue<S> {
     /// Leaves its hardware queue, and returns the reply channel. `shares` says whether other members of it run.
     pub(super) fn part<Cx: ?Sized + SignalEventfd, D: Driver<Cx>>(
         &mut self,
-        hw: &mut HwQueue<D>,
+        hw: &mut HwQueueSet<D>,
         kicks: Option<&KickSet>,
         cx: &mut Cx,
         shares: bool,
@@ -151,7 +157,7 @@ impl<S: QueueSession> ClientQueue<S> {
         if let Some(session) = &self.session {
             leave_kick(session, kicks, cx);
             if !shares {
-                hw.set_memory(cx, Arc::new(RegionTable::default()));
+                hw.set_memory(cx, &Arc::new(RegionTable::default()));
             }
         }
         self.parting.take()
@@ -160,14 +166,14 @@ impl<S: QueueSession> ClientQueue<S> {
     /// Continues on another hardware queue. `shares` says whether other members of it run.
     pub(super) fn enter<Cx: ?Sized + SignalEventfd, D: Driver<Cx>>(
         &mut self,
-        hw: &mut HwQueue<D>,
+        hw: &mut HwQueueSet<D>,
         kicks: Option<&KickSet>,
         cx: &mut Cx,
         shares: bool,
     ) {
         let Some(session) = &mut self.session else { return };
         if !shares {
-            hw.set_memory(cx, Arc::clone(session.memory()));
+            hw.set_memory(cx, session.memory());
         } else if !hw.memory().is_same(session.memory()) {
             // Changes of memory suspend all queues first, which does not include this one.
             session.stop("the other queues of its hardware queue run with other memory");
@@ -194,7 +200,7 @@ impl<S: QueueSession> ClientQueue<S> {
     #[cold]
     pub(super) fn obey<Cx: ?Sized + SignalEventfd, D: Driver<Cx>>(
         &mut self,
-        hw: &mut HwQueue<D>,
+        hw: &mut HwQueueSet<D>,
         kicks: Option<&KickSet>,
         cx: &mut Cx,
         shares: bool,
@@ -212,19 +218,32 @@ impl<S: QueueSession> ClientQueue<S> {
                 }
                 let _ = answer.send(());
             }
-            ClientCommand::Change(info, answer) => {
+            ClientCommand::Notify => self.notify(hw, cx),
+            ClientCommand::Signal(eventfd, answer) => {
+                if !self.aside.as_ref().is_some_and(|last| Arc::ptr_eq(last, &eventfd)) {
+                    cx.forget(&mut self.aside_signal);
+                }
+                cx.signal(&mut self.aside_signal, eventfd.as_fd());
+                self.aside = Some(eventfd);
+                let _ = answer.send(());
+            }
+            ClientCommand::Change(device, info, answer) => {
                 let at_rest = self.session.is_none() && hw.is_idle();
                 // A new queue beside running ones gets the present state of their hardware queue.
-                let is_known = self.session.is_none() && is_same_disk(hw.info(), &info);
+                let is_known =
+                    self.session.is_none() && hw.info(device).is_some_and(|known| is_same_disk(known, &info));
                 if at_rest {
-                    hw.set_info(0, info);
+                    hw.set_info(device, info);
                 }
                 let done = (at_rest || is_known).then_some(());
                 let _ = answer.send(done.ok_or_else(|| "the queue is running".into()));
             }
             ClientCommand::Part(answer) => self.parting = Some(answer),
             ClientCommand::Stay => self.parting = None,
-            ClientCommand::Retire => self.retiring = true,
+            ClientCommand::Retire => {
+                self.retiring = true;
+                self.forget_aside(cx);
+            }
             ClientCommand::Adopt(..)
             | ClientCommand::Depth(..)
             | ClientCommand::Schedule(..)
@@ -235,9 +254,23 @@ impl<S: QueueSession> ClientQueue<S> {
         }
     }
 
+    /// Has its session handle what the control path has left for it, after the requests that the client submitted
+    /// before.
+    fn notify<Cx: ?Sized + SignalEventfd, D>(&mut self, hw: &mut HwQueueSet<D>, cx: &mut Cx) {
+        let stopping = self.is_stopping();
+        let Some(session) = &mut self.session else { return };
+        let most = if stopping || session.is_broken() { 0 } else { session.round_max() };
+        let most = most.min(hw.room()).min(self.bios.room());
+        let (identity, refusals) = (&self.identity, &*self.refusals);
+        let mut feed = BioFeed { hw, bios: &mut self.bios, identity, refusals };
+        session.fetch(&mut feed, most, false);
+        session.notified(&mut feed);
+        session.publish(&mut QueueSignals { cx, slot: &mut self.signal });
+    }
+
     fn start<Cx: ?Sized + SignalEventfd, D: Driver<Cx>>(
         &mut self,
-        hw: &mut HwQueue<D>,
+        hw: &mut HwQueueSet<D>,
         kicks: Option<&KickSet>,
         cx: &mut Cx,
         shares: bool,
@@ -250,11 +283,11 @@ impl<S: QueueSession> ClientQueue<S> {
         if shares && !hw.memory().is_same(session.memory()) {
             return Err("the other queues of its hardware queue use other memory".into());
         }
-        if let (Some(kicks), Some(kick)) = (kicks, session.kick()) {
-            kicks.add(kick).map_err(|error| format!("its kick eventfd cannot be polled: {error}"))?;
+        if let Some(kicks) = kicks {
+            join_kicks(&mut session, kicks);
         }
         if !shares {
-            hw.set_memory(cx, Arc::clone(session.memory()));
+            hw.set_memory(cx, session.memory());
         }
         session.begin(&mut QueueSignals { cx, slot: &mut self.signal });
         self.session = Some(session);
@@ -265,7 +298,7 @@ impl<S: QueueSession> ClientQueue<S> {
     #[cold]
     fn rest<Cx: ?Sized + SignalEventfd, D: Driver<Cx>>(
         &mut self,
-        hw: &mut HwQueue<D>,
+        hw: &mut HwQueueSet<D>,
         kicks: Option<&KickSet>,
         cx: &mut Cx,
         shares: bool,
@@ -275,7 +308,7 @@ impl<S: QueueSession> ClientQueue<S> {
         leave_kick(&session, kicks, cx);
         let base = session.rest(&mut QueueSignals { cx, slot: &mut self.signal });
         if !shares {
-            hw.set_memory(cx, Arc::new(RegionTable::default()));
+            hw.set_memory(cx, &Arc::new(RegionTable::default()));
         }
         for answer in self.suspending.drain(..) {
             let _ = answer.send(Some(base));
@@ -283,7 +316,7 @@ impl<S: QueueSession> ClientQueue<S> {
     }
 
     /// State for inspection. The first member shows the hardware queue; all show their settings and their own bios.
-    pub(super) fn view<D>(&self, hw: &HwQueue<D>, is_first: bool, now_ns: u64) -> QueueView {
+    pub(super) fn view<D>(&self, hw: &HwQueueSet<D>, is_first: bool, now_ns: u64) -> QueueView {
         let mut hw = hw.snapshot(now_ns);
         if !is_first {
             (hw.bios, hw.tags_in_use, hw.in_flight, hw.dispatch) = (self.bios.out(), 0, 0, 0);
@@ -332,7 +365,7 @@ impl<S: QueueSession> ClientQueue<S> {
     #[inline(always)]
     pub(super) fn feed<Cx: ?Sized + SignalEventfd, D>(
         &mut self,
-        hw: &mut HwQueue<D>,
+        hw: &mut HwQueueSet<D>,
         cx: &mut Cx,
         device_idle: bool,
         waits: bool,
@@ -365,7 +398,7 @@ impl<S: QueueSession> ClientQueue<S> {
     #[inline(always)]
     pub(super) fn end_round<Cx: ?Sized + SignalEventfd, D: Driver<Cx>>(
         &mut self,
-        hw: &mut HwQueue<D>,
+        hw: &mut HwQueueSet<D>,
         kicks: Option<&KickSet>,
         cx: &mut Cx,
         shares: impl FnOnce() -> bool,
@@ -385,6 +418,12 @@ impl<S: QueueSession> ClientQueue<S> {
     pub(super) fn leave<Cx: ?Sized + SignalEventfd>(&mut self, cx: &mut Cx) {
         // A pending call goes to an eventfd that is already signalled.
         cx.forget(&mut self.signal);
+        self.forget_aside(cx);
+    }
+
+    fn forget_aside<Cx: ?Sized + SignalEventfd>(&mut self, cx: &mut Cx) {
+        cx.forget(&mut self.aside_signal);
+        self.aside = None;
     }
 
     /// Requests a kick from the client. Returns whether work is already available. `waits` says that it waits for

@@ -37,6 +37,30 @@ impl KickSet {
     }
 }
 
+/// The eventfds of several devices as one descriptor, readable while any of them is. A device reads its own.
+#[derive(Debug)]
+pub(crate) struct DeviceEvents(OwnedFd);
+
+impl DeviceEvents {
+    /// A set of these, which live as long as it does.
+    ///
+    /// # Errors
+    /// The system has no descriptor left, or its limit on watches is reached.
+    pub(crate) fn new(eventfds: &[BorrowedFd<'_>]) -> io::Result<DeviceEvents> {
+        let set = epoll::create(CreateFlags::CLOEXEC)?;
+        for eventfd in eventfds {
+            epoll::add(&set, eventfd, EventData::new_u64(0), EventFlags::IN)?;
+        }
+        Ok(DeviceEvents(set))
+    }
+}
+
+impl AsFd for DeviceEvents {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
 impl AsFd for KickSet {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()

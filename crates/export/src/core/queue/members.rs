@@ -6,11 +6,11 @@
 
 use std::fmt;
 use std::io;
-use std::sync::Arc;
 
-use blkyard_mq::{Driver, HwQueue, PollerState, SignalEventfd};
+use blkyard_mq::{Driver, PollerState, SignalEventfd};
 
 use super::client::ClientQueue;
+use super::hw_set::HwQueueSet;
 use super::kicks::KickSet;
 use super::protocol::QueueSession;
 use super::remote::QueuePort;
@@ -48,11 +48,11 @@ impl<S: QueueSession> fmt::Debug for DetachedQueue<S> {
 }
 
 impl<D, S: QueueSession> QueuePoller<D, S> {
-    /// A hardware queue for a client queue that is new or was detached from another one of the same export.
-    pub fn of_detached(hw: HwQueue<D>, detached: DetachedQueue<S>) -> QueuePoller<D, S> {
+    /// Hardware queues for a client queue that is new or was detached from others of the same export.
+    pub fn of_detached(hw: impl Into<HwQueueSet<D>>, detached: DetachedQueue<S>) -> QueuePoller<D, S> {
         let mut queue = *detached.queue;
         queue.set_number(0);
-        QueuePoller::of(hw, vec![queue], None)
+        QueuePoller::of(hw.into(), vec![queue], None)
     }
 
     /// Hands over the drained members that were requested. Returns busy if one has left, or commands were handled.
@@ -112,28 +112,30 @@ impl<D, S: QueueSession> QueuePoller<D, S> {
         let Some(first) = self.members.first() else { return };
         let numbers = self.members.iter().map(ClientQueue::number).max().unwrap_or_default() + 1;
         // An unused number belongs to no bio.
-        let mut stats = vec![Arc::clone(first.stats()); numbers];
+        let mut stats = vec![first.stats(); numbers];
         self.positions = vec![0; numbers];
         for (position, member) in self.members.iter().enumerate() {
-            stats[member.number()] = Arc::clone(member.stats());
+            stats[member.number()] = member.stats();
             self.positions[member.number()] = position as u8;
         }
         if self.members.len() == 1 {
             // A single member needs no separate counters.
             stats.clear();
         }
-        self.hw.set_stats(Arc::clone(first.stats()), stats);
+        self.hw.set_stats(first.stats(), &stats);
         self.first = 0;
-        self.set_depth(self.hw.scheduler().orders());
+        self.set_depth(None);
     }
 
-    /// Limits the requests in flight to the depths of the members. `orders` says whether a scheduler orders them.
-    pub(super) fn set_depth(&mut self, orders: bool) {
-        let shares_depth = self.members.len() > 1 && !orders;
+    /// Limits the requests in flight to the depths of the members. `changing` is a device whose scheduler is about to
+    /// change, and whether the next one orders.
+    pub(super) fn set_depth(&mut self, changing: Option<(u16, bool)>) {
+        let orders = changing.map_or_else(|| self.hw.orders(), |(_, orders)| orders);
+        // Bios of several devices are not bounded together: those of one could then keep those of another out.
+        let shares_depth = self.members.len() > 1 && !orders && self.hw.devices() == 1;
         self.members.iter_mut().for_each(|member| member.bound_bios(shares_depth));
-        let depths = self.members.iter().map(ClientQueue::depth);
+        let depths = || self.members.iter().map(ClientQueue::depth);
         // A scheduler that orders gets the depth of one member.
-        let depth = if orders { depths.max().unwrap_or(1) } else { depths.sum() };
-        self.hw.set_depth(depth);
+        self.hw.set_depth(depths().max().unwrap_or(1), depths().sum(), changing);
     }
 }

@@ -9,10 +9,11 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
 use blkyard_mem::RegionTable;
-use blkyard_mq::{Bio, HwQueue, SignalEventfd, SignalSlot};
+use blkyard_mq::{Bio, SignalEventfd, SignalSlot};
 use blkyard_sys::EventFd;
 
 use super::bios::BioPool;
+use super::hw_set::HwQueueSet;
 use super::view::RingView;
 
 /// The session of one client queue: its ring, from the start by a client until suspension. Owned by the lane. The
@@ -47,7 +48,8 @@ pub trait QueueSession: Sized + Send + 'static {
     /// The memory that its bios point into.
     fn memory(&self) -> &Arc<RegionTable>;
 
-    /// Eventfd by which the client announces requests. Without it the ring is polled periodically.
+    /// Eventfd by which the client announces requests. Without it the ring is polled, the less often the longer it is
+    /// idle.
     fn kick(&self) -> Option<BorrowedFd<'_>>;
 
     /// The kick cannot be polled, and is dropped.
@@ -80,6 +82,9 @@ pub trait QueueSession: Sized + Send + 'static {
     /// Returns whether any request was fetched.
     fn fetch<D>(&mut self, feed: &mut BioFeed<'_, D, Self>, most: usize, device_idle: bool) -> bool;
 
+    /// Handles requests that the control path has left for it: see [`QueueRemote::notify`](crate::QueueRemote::notify).
+    fn notified<D>(&mut self, _feed: &mut BioFeed<'_, D, Self>) {}
+
     /// Completes a bio with its status.
     fn end(&mut self, bio: &Bio, pending: Self::Pending);
 
@@ -104,7 +109,7 @@ pub trait QueueSession: Sized + Send + 'static {
 
 /// Access for a session's requests to the hardware queue.
 pub struct BioFeed<'a, D, S: QueueSession> {
-    pub(super) hw: &'a mut HwQueue<D>,
+    pub(super) hw: &'a mut HwQueueSet<D>,
     pub(super) bios: &'a mut BioPool<S::Pending>,
     /// The device's identity for clients.
     pub identity: &'a S::Identity,
@@ -127,12 +132,20 @@ impl<D, S: QueueSession> BioFeed<'_, D, S> {
         self.bios.put_back(bio);
     }
 
-    /// Submits a bio; `pending` is returned at its [end](QueueSession::end). Its cookie, submitter and stream belong to
-    /// the core.
+    /// Submits a bio to the device that its namespace names; `pending` is returned at its [end](QueueSession::end). Its
+    /// cookie, submitter and stream belong to the core.
     #[inline(always)]
     pub fn submit(&mut self, bio: Box<Bio>, pending: S::Pending) {
         self.bios.keep(&bio, pending);
         self.hw.submit(bio);
+    }
+
+    /// Takes back submitted bios that no device has, of at most this number with this pending data. They come to their
+    /// [end](QueueSession::end) with [`Status::Again`](blkyard_mq::Status::Again). Returns their number.
+    #[cold]
+    pub fn cancel(&mut self, most: usize, is_its: impl Fn(&S::Pending) -> bool) -> usize {
+        let bios = &*self.bios;
+        self.hw.cancel(most, |bio| bios.pending(bio).is_some_and(&is_its))
     }
 }
 

@@ -12,7 +12,7 @@
 use std::io;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use blkyard_mem::{Mailbox, OneshotSender, oneshot};
 use blkyard_mq::{DeviceInfo, HwStats, LaneWaker, RateLimit, SchedulerConfig, Wake};
@@ -34,14 +34,18 @@ pub(super) enum ClientCommand<S: QueueSession> {
     Flush(Sender<bool>),
     /// Replace the call eventfd.
     Call(Option<Arc<EventFd>>, Sender<()>),
-    /// Change the device; the queue is drained.
-    Change(Arc<DeviceInfo>, Sender<Result<(), String>>),
+    /// Have the session handle what the control path has left for it.
+    Notify,
+    /// Signal an eventfd of the front-end.
+    Signal(Arc<EventFd>, Sender<()>),
+    /// Change the device of this number; the queue is drained.
+    Change(u16, Arc<DeviceInfo>, Sender<Result<(), String>>),
     /// Limit the requests in flight, then report the new limit.
     Depth(usize, Sender<usize>),
-    /// Set the scheduler, then answer.
-    Schedule(SchedulerConfig, Sender<()>),
-    /// Set the rate limits, then confirm.
-    Rates(Vec<Arc<RateLimit>>, Sender<()>),
+    /// Set the scheduler of a device, then answer.
+    Schedule(u16, SchedulerConfig, Sender<()>),
+    /// Set the rate limits of a device, then confirm.
+    Rates(u16, Vec<Arc<RateLimit>>, Sender<()>),
     /// Drain, then leave the hardware queue; the answer is the queue.
     Part(OneshotSender<Box<ClientQueue<S>>>),
     /// Cancel `Part`, unless the queue has already left.
@@ -80,7 +84,8 @@ struct RemoteState<S: QueueSession> {
 
 /// Counters of a queue, including those of its earlier pollers.
 struct QueueCounters<R> {
-    stats: OnceLock<Arc<HwStats>>,
+    /// By device.
+    stats: OnceLock<Arc<[Arc<HwStats>]>>,
     refusals: OnceLock<Arc<R>>,
 }
 
@@ -109,9 +114,9 @@ pub struct QueuePort<S: QueueSession> {
 }
 
 impl<S: QueueSession> QueuePort<S> {
-    /// I/O counters, kept for later sessions.
-    pub(super) fn stats(&self) -> Arc<HwStats> {
-        Arc::clone(self.counters.stats.get_or_init(Arc::default))
+    /// I/O counters of each device, kept for later sessions.
+    pub(super) fn stats(&self, devices: usize) -> Arc<[Arc<HwStats>]> {
+        Arc::clone(self.counters.stats.get_or_init(|| (0..devices).map(|_| Arc::default()).collect()))
     }
 
     /// Counters of the client's invalid requests.
@@ -260,12 +265,43 @@ pub struct LaneGone;
 pub struct Suspension<B>(Receiver<Option<B>>);
 
 impl<B> Suspension<B> {
+    /// Waits until the queue has drained, or until this time. Returns whether it has; then it is not to be asked again.
+    ///
+    /// # Errors
+    /// Its lane has ended.
+    pub fn wait_until(&self, until: Option<Instant>) -> Result<bool, LaneGone> {
+        receive_until(&self.0, until).map(|drained| drained.is_some())
+    }
+
     /// Waits until the queue has drained; returns the ring position, if a session ran.
     ///
     /// # Errors
     /// Its lane has ended.
     pub fn wait(self) -> Result<Option<B>, LaneGone> {
         self.0.recv().map_err(|_| LaneGone)
+    }
+}
+
+/// A pending flush.
+pub struct PendingFlush(Receiver<bool>);
+
+impl PendingFlush {
+    /// Waits until completed writes are durable, or until this time. Returns the result, once.
+    ///
+    /// # Errors
+    /// The lane has ended.
+    pub fn wait_until(&self, until: Option<Instant>) -> Result<Option<bool>, LaneGone> {
+        receive_until(&self.0, until)
+    }
+}
+
+/// Waits for an answer of a lane until this time, or without limit.
+fn receive_until<T>(answer: &Receiver<T>, until: Option<Instant>) -> Result<Option<T>, LaneGone> {
+    let Some(until) = until else { return answer.recv().map(Some).map_err(|_| LaneGone) };
+    match answer.recv_timeout(until.saturating_duration_since(Instant::now())) {
+        Ok(value) => Ok(Some(value)),
+        Err(RecvTimeoutError::Timeout) => Ok(None),
+        Err(RecvTimeoutError::Disconnected) => Err(LaneGone),
     }
 }
 
@@ -347,12 +383,22 @@ impl<S: QueueSession> QueueRemote<S> {
         self.commands.ask(ClientCommand::Flush)
     }
 
+    /// The same without a wait.
+    ///
+    /// # Errors
+    /// Its lane has ended.
+    pub fn begin_flush(&self) -> Result<PendingFlush, LaneGone> {
+        let (answer, wait) = channel();
+        self.commands.send(ClientCommand::Flush(answer))?;
+        Ok(PendingFlush(wait))
+    }
+
     /// Changes the device of a drained queue.
-    pub(crate) fn change(&self, info: &Arc<DeviceInfo>) -> Result<Result<(), String>, LaneGone> {
+    pub(crate) fn change(&self, device: u16, info: &Arc<DeviceInfo>) -> Result<Result<(), String>, LaneGone> {
         if self.is_closed() {
             return Ok(Ok(()));
         }
-        self.commands.ask(|answer| ClientCommand::Change(Arc::clone(info), answer))
+        self.commands.ask(|answer| ClientCommand::Change(device, Arc::clone(info), answer))
     }
 
     /// Limits the requests in flight; returns the new limit.
@@ -370,19 +416,19 @@ impl<S: QueueSession> QueueRemote<S> {
     }
 
     /// Replaces the scheduler; waiting bios are kept.
-    pub(crate) fn schedule(&self, config: SchedulerConfig) -> Result<(), LaneGone> {
+    pub(crate) fn schedule(&self, device: u16, config: SchedulerConfig) -> Result<(), LaneGone> {
         if self.is_closed() {
             return Ok(());
         }
-        self.commands.ask(|answer| ClientCommand::Schedule(config, answer))
+        self.commands.ask(|answer| ClientCommand::Schedule(device, config, answer))
     }
 
     /// Sets the queue's rate limits.
-    pub(crate) fn set_rates(&self, limits: Vec<Arc<RateLimit>>) -> Result<(), LaneGone> {
+    pub(crate) fn set_rates(&self, device: u16, limits: Vec<Arc<RateLimit>>) -> Result<(), LaneGone> {
         if self.is_closed() {
             return Ok(());
         }
-        self.commands.ask(|answer| ClientCommand::Rates(limits, answer))
+        self.commands.ask(|answer| ClientCommand::Rates(device, limits, answer))
     }
 
     /// Replaces the call eventfd. Waits for the answer, like all requests of a front-end; otherwise a front-end that
@@ -392,6 +438,27 @@ impl<S: QueueSession> QueueRemote<S> {
     /// Its lane has ended.
     pub fn set_call(&self, call: Option<Arc<EventFd>>) -> Result<(), LaneGone> {
         self.commands.ask(|answer| ClientCommand::Call(call, answer))
+    }
+
+    /// Has its lane signal an eventfd of the front-end, which may have made that blocking and full: a write of this
+    /// thread would wait then. Opens the poller of an on-demand queue. Waits for the answer, as above.
+    ///
+    /// # Errors
+    /// Its lane has ended. The inner error is as for [`QueueRemote::open`].
+    pub fn signal(&self, eventfd: &Arc<EventFd>) -> Result<Result<(), String>, LaneGone> {
+        if let Err(why) = self.open() {
+            return Ok(Err(why));
+        }
+        self.commands.ask(|answer| ClientCommand::Signal(Arc::clone(eventfd), answer)).map(Ok)
+    }
+
+    /// Has a running session handle the requests that its protocol has left for it
+    /// ([`QueueSession::notified`]). Without effect on a queue at rest. Waits for nothing.
+    ///
+    /// # Errors
+    /// Its lane has ended.
+    pub fn notify(&self) -> Result<(), LaneGone> {
+        self.commands.send(ClientCommand::Notify)
     }
 
     /// Handle for the placement of client queues on hardware queues.
@@ -406,10 +473,10 @@ impl<S: QueueSession> QueueRemote<S> {
 }
 
 impl<S: QueueSession> QueueWatch<S> {
-    /// Counters of its I/O once it is on a lane. The first client queue of a hardware queue also counts queue-wide
-    /// events, such as the batches of its driver.
-    pub fn stats(&self) -> Option<&Arc<HwStats>> {
-        self.commands.state.counters.stats.get()
+    /// Counters of its I/O on each device once it is on a lane; empty before. The first client queue of a hardware
+    /// queue also counts queue-wide events, such as the batches of its driver.
+    pub fn stats(&self) -> &[Arc<HwStats>] {
+        self.commands.state.counters.stats.get().map_or(&[], |stats| stats)
     }
 
     /// Counters of invalid requests, by reason.

@@ -1,0 +1,173 @@
+//! A connection on the control path: before its Connect, or the admin queue of a controller, or until its peer has seen
+//! its end.
+
+use std::io;
+use std::net::{SocketAddr, TcpStream};
+use std::time::{Duration, Instant};
+
+use blkyard_nvme::fabrics::ConnectCommand;
+use blkyard_nvme::tcp::{SendList, TcpAdminEvent, TcpAdminQueue, TcpEnd, TcpTargetOptions};
+use blkyard_nvme::{AdminCompletion, NvmeStatus};
+use blkyard_sys::{Epoll, EventFlags, Registered};
+
+use super::socket::{Arrived, BufferedSocket};
+use super::{IN_CAPSULE_BYTES, TRANSFER_BYTES};
+
+/// Bytes received at once: a few admin commands, so that no connection delays the others.
+const RECEIVE_BYTES: usize = 8 << 10;
+/// Time for ICReq and Connect.
+const CONNECT_TIME: Duration = Duration::from_secs(10);
+/// Time for a peer to see a TermReq and to close.
+const CLOSE_TIME: Duration = Duration::from_secs(1);
+
+/// A Connect that waits for the end of the host's earlier association.
+#[derive(Debug)]
+pub(super) struct WaitingConnect {
+    pub(super) slot: u16,
+    pub(super) command: ConnectCommand,
+    pub(super) data: Vec<u8>,
+}
+
+/// What a connection is.
+#[derive(Debug)]
+pub(super) enum ConnectionPhase {
+    /// Not connected to a controller.
+    New,
+    /// A Connect waits.
+    Connecting(WaitingConnect),
+    /// The admin queue of this controller.
+    Admin(u16),
+    /// Ended: its peer is to close.
+    Closing,
+}
+
+/// A connection on the control path.
+#[derive(Debug)]
+pub(super) struct TargetConnection {
+    socket: Registered<BufferedSocket>,
+    pub(super) queue: TcpAdminQueue,
+    pub(super) phase: ConnectionPhase,
+    pub(super) local: SocketAddr,
+    pub(super) peer: SocketAddr,
+    list: SendList,
+    /// Latest time of the next phase.
+    pub(super) until: Option<Instant>,
+    /// Whether the set reports room for bytes to be sent.
+    awaits_room: bool,
+}
+
+impl TargetConnection {
+    /// A new connection, in a set under this token.
+    ///
+    /// # Errors
+    /// The system has no memory left, or the connection is gone.
+    pub(super) fn accept(stream: TcpStream, set: &Epoll, token: u64, now: Instant) -> io::Result<TargetConnection> {
+        let (local, peer) = (stream.local_addr()?, stream.peer_addr()?);
+        let socket = set.register(BufferedSocket::new(stream)?, token, EventFlags::IN)?;
+        let options = TcpTargetOptions {
+            slots: 1,
+            segments_max: 1,
+            in_capsule: IN_CAPSULE_BYTES,
+            maxh2cdata: TRANSFER_BYTES,
+            header_digest: true,
+            data_digest: true,
+            alignment: 0,
+        };
+        Ok(TargetConnection {
+            socket,
+            queue: TcpAdminQueue::new(options)?,
+            phase: ConnectionPhase::New,
+            local,
+            peer,
+            list: SendList::new(SendList::PIECES_MIN),
+            until: Some(now + CONNECT_TIME),
+            awaits_room: false,
+        })
+    }
+
+    /// A connection of an I/O queue that has ended, until its peer has seen that.
+    ///
+    /// # Errors
+    /// The system has no memory left.
+    pub(super) fn closing(
+        socket: BufferedSocket,
+        set: &Epoll,
+        token: u64,
+        now: Instant,
+    ) -> io::Result<TargetConnection> {
+        let stream = socket.stream().try_clone()?;
+        drop(socket);
+        let mut connection = TargetConnection::accept(stream, set, token, now)?;
+        connection.close(now);
+        Ok(connection)
+    }
+
+    /// Receives bytes, once. False at the end of the stream.
+    pub(super) fn receive(&mut self) -> bool {
+        self.socket.get_mut().receive(RECEIVE_BYTES) != Arrived::End
+    }
+
+    /// The next event in the received bytes.
+    pub(super) fn next_event(&mut self) -> Option<TcpAdminEvent> {
+        let TargetConnection { socket, queue, phase, .. } = self;
+        let socket = socket.get_mut();
+        let mut bytes = if let ConnectionPhase::Closing = phase { &[][..] } else { socket.unread() };
+        let event = queue.receive(&mut bytes);
+        let left = bytes.len();
+        socket.keep(left);
+        event
+    }
+
+    /// Answers a command without data.
+    pub(super) fn respond(&mut self, slot: u16, status: NvmeStatus, result: u64) {
+        self.queue.complete(AdminCompletion { slot, status, result, data: Vec::new() });
+    }
+
+    /// Sends what is to be sent, as far as the kernel takes it.
+    pub(super) fn send(&mut self) {
+        loop {
+            let TargetConnection { socket, queue, list, .. } = self;
+            let socket = socket.get_mut();
+            while socket.has_room()
+                && let Some(number) = queue.fill(list)
+            {
+                socket.add(list, queue.memory());
+                list.clear();
+                queue.sent(number);
+            }
+            socket.flush();
+            // Sent data makes room for the next answer; other events come with bytes, which are taken later.
+            let event = queue.receive(&mut &[][..]);
+            debug_assert!(event.is_none(), "without bytes there is no event: {event:?}");
+            if !queue.wants_send() || !socket.has_room() {
+                break;
+            }
+        }
+        self.await_room();
+    }
+
+    /// Ends the connection: the peer gets what is to be sent, and the end of the stream.
+    pub(super) fn close(&mut self, now: Instant) {
+        self.queue.abandon(TcpEnd::Closed);
+        self.phase = ConnectionPhase::Closing;
+        self.until = Some(now + CLOSE_TIME);
+        self.send();
+        self.socket.get().shut_down();
+    }
+
+    /// The socket and the queue of a connection that is an I/O queue.
+    pub(super) fn into_parts(self) -> (BufferedSocket, TcpAdminQueue) {
+        (self.socket.into_inner(), self.queue)
+    }
+
+    fn await_room(&mut self) {
+        let wants = self.socket.get().is_sending();
+        if wants != self.awaits_room {
+            self.awaits_room = wants;
+            // A peer that reads no answers gets no further ones.
+            let events = if wants { EventFlags::OUT } else { EventFlags::IN };
+            // Without memory for that, it is sent with the next bytes received.
+            let _ = self.socket.set_events(events);
+        }
+    }
+}

@@ -1,0 +1,199 @@
+//! NVMe over TCP: a subsystem for hosts on the network, with the discovery service on the same port.
+//!
+//! Each device is a namespace. Each connection is a queue: admin queues are handled by the export's control path, I/O
+//! queues are client queues on their lanes. Formats are in `wire`, and what commands mean is in `nvme`; `core` does not
+//! depend on this module. See `docs/adr/0054-an-nvme-tcp-target.md`.
+//!
+//! Left out: reservations, authentication, TLS, in-band changes of namespaces, handover to another process.
+
+mod connection;
+mod queue;
+mod session;
+mod socket;
+
+use std::io;
+use std::net::{SocketAddr, TcpListener};
+
+use blkyard_mq::DeviceInfo;
+use blkyard_nvme::fabrics::Nqn;
+use blkyard_nvme::tcp::TcpIoQueueOptions;
+use blkyard_nvme::{
+    ControllerOptions, DiscoveryEntry, DiscoveryLog, FabricsOptions, FabricsSubsystem, NamespaceTable, SubsystemOptions,
+};
+
+use crate::NvmeDisk;
+use crate::core::{self, ControlLoop, ExportedDisk};
+
+pub use queue::{NvmeTcpQueueSession, NvmeTcpQueueSetup};
+pub use session::{NvmeTcpError, NvmeTcpSession, NvmeTcpView};
+
+/// Longest transfer of a command (MDTS), bytes.
+const TRANSFER_BYTES: u32 = 128 << 10;
+/// Maximum in-capsule data, bytes: short writes need no further round trip.
+const IN_CAPSULE_BYTES: u32 = 8192;
+/// Memory of a queue for commands with more data than that, bytes: enough for sequential I/O at depth 8.
+const POOL_BYTES: u32 = 1 << 20;
+/// Maximum entries of an I/O queue: the default of Linux.
+const ENTRIES_MAX: u16 = 128;
+/// Maximum entries of an admin queue: those of Linux.
+const ADMIN_ENTRIES: u16 = 32;
+/// Maximum associations.
+const CONTROLLERS_MAX: u16 = 256;
+
+/// Configuration of an NVMe/TCP export.
+pub type NvmeTcpExport = core::ExportConfig<NvmeTcpSession>;
+/// A serving NVMe/TCP export.
+pub type NvmeTcpServer = core::Server<NvmeTcpSession>;
+/// A hardware queue and the connections that feed it.
+pub type NvmeTcpQueuePoller<D> = core::QueuePoller<D, NvmeTcpQueueSession>;
+/// The control path's end of an I/O queue.
+pub type NvmeTcpQueueRemote = core::QueueRemote<NvmeTcpQueueSession>;
+
+/// A subsystem as hosts see it.
+#[derive(Clone, Debug)]
+pub struct NvmeTcpDisk {
+    /// The namespaces, with identifiers made from the NQN: the same for all ports of a subsystem.
+    pub(crate) namespaces: NvmeDisk,
+    pub(crate) nqn: Nqn,
+    pub(crate) serial: String,
+    pub(crate) hosts: Option<Vec<Nqn>>,
+    pub(crate) referrals: Vec<SocketAddr>,
+}
+
+impl NvmeTcpDisk {
+    /// A subsystem with these namespaces: identifier and device of each, by number of the device; for at most so many
+    /// I/O queues of all hosts together.
+    ///
+    /// # Panics
+    /// As for [`NvmeDisk::of_namespaces`].
+    pub fn new(nqn: Nqn, namespaces: Vec<(u32, DeviceInfo)>, queues: u16, serial: impl Into<String>) -> NvmeTcpDisk {
+        let namespaces = NvmeDisk::of_namespaces(namespaces, queues, "").with_name(nqn.as_str());
+        NvmeTcpDisk { namespaces, nqn, serial: serial.into(), hosts: None, referrals: Vec::new() }
+    }
+
+    /// The NQN of a subsystem that was given none: a UUID made from the name of the machine and the serial number.
+    ///
+    /// # Panics
+    /// Never: it is a valid name.
+    pub fn default_nqn(machine: &str, serial: &str) -> Nqn {
+        let name = NvmeDisk::new(&DeviceInfo::default(), 1, serial).with_name(machine).subsystem();
+        Nqn::new(&name).expect("the NQN of a UUID is valid")
+    }
+
+    /// The same for these hosts only.
+    #[must_use]
+    pub fn with_hosts(self, hosts: Vec<Nqn>) -> NvmeTcpDisk {
+        NvmeTcpDisk { hosts: Some(hosts), ..self }
+    }
+
+    /// The same, with other discovery services in its discovery log.
+    #[must_use]
+    pub fn with_referrals(self, referrals: Vec<SocketAddr>) -> NvmeTcpDisk {
+        NvmeTcpDisk { referrals, ..self }
+    }
+
+    /// NQN of the subsystem.
+    pub fn nqn(&self) -> &Nqn {
+        &self.nqn
+    }
+
+    pub(crate) fn table(&self) -> NamespaceTable {
+        self.namespaces.table()
+    }
+}
+
+impl ExportedDisk for NvmeTcpDisk {
+    fn infos(&self) -> Vec<&DeviceInfo> {
+        self.namespaces.infos()
+    }
+
+    fn set_info(&mut self, device: u16, info: &std::sync::Arc<DeviceInfo>) {
+        self.namespaces.set_info(device, info);
+    }
+
+    fn queues(&self) -> u16 {
+        self.namespaces.queues()
+    }
+
+    fn set_queues(&mut self, queues: u16) {
+        self.namespaces.set_queues(queues);
+    }
+
+    fn write_cache(&self) -> bool {
+        self.namespaces.write_cache()
+    }
+
+    fn set_write_cache(&mut self, write_back: bool) {
+        self.namespaces.set_write_cache(write_back);
+    }
+}
+
+impl NvmeTcpServer {
+    /// Serves a subsystem on a listening socket, with a control loop shared with other exports.
+    ///
+    /// # Errors
+    /// The system has no memory, thread or descriptor left.
+    pub fn serve_on(control: &ControlLoop, listener: TcpListener, config: NvmeTcpExport) -> io::Result<NvmeTcpServer> {
+        core::Server::start_session(control, config, |config, log| NvmeTcpSession::new(listener, config, log))
+    }
+}
+
+/// Entries of a discovery log for a host that has reached this address.
+fn discovery_entries(disk: &NvmeTcpDisk, local: SocketAddr) -> Vec<DiscoveryEntry> {
+    use blkyard_nvme::DiscoveryKind::{Referral, Subsystem};
+    use blkyard_nvme::fabrics::{ANY_CONTROLLER, DISCOVERY_NQN};
+    let entry = |kind, subsystem: Nqn, address: SocketAddr, port_id| DiscoveryEntry {
+        kind,
+        subsystem,
+        address: address.ip().to_canonical(),
+        port: address.port(),
+        port_id,
+        controller_id: ANY_CONTROLLER,
+        admin_entries: ADMIN_ENTRIES,
+        no_flow_control: true,
+        requires_tls: false,
+    };
+    let mut entries = vec![entry(Subsystem, disk.nqn.clone(), local, local.port())];
+    for address in &disk.referrals {
+        if let Some(discovery) = Nqn::new(DISCOVERY_NQN) {
+            entries.push(entry(Referral, discovery, *address, address.port()));
+        }
+    }
+    entries
+}
+
+/// Options of an I/O queue with so many entries.
+fn queue_options(entries: u16, has_flow_control: bool) -> TcpIoQueueOptions {
+    TcpIoQueueOptions {
+        entries,
+        has_flow_control,
+        in_capsule: IN_CAPSULE_BYTES,
+        transfer_bytes: TRANSFER_BYTES,
+        pool_bytes: POOL_BYTES,
+    }
+}
+
+fn subsystem_options(disk: &NvmeTcpDisk, port: u16) -> SubsystemOptions {
+    let controller = ControllerOptions {
+        serial: disk.serial.clone(),
+        subsystem: disk.nqn.to_string(),
+        // Ports of one subsystem have different identifiers.
+        controller_id: 1 + port % 64 * FabricsSubsystem::CONTROLLER_IDS,
+        io_queues: disk.queues().clamp(1, ControllerOptions::IO_QUEUES_MAX),
+        queue_entries: ENTRIES_MAX,
+        depth: ENTRIES_MAX,
+        vectors: 1,
+        transfer_bytes: TRANSFER_BYTES,
+        has_shadow: false,
+        fabrics: Some(FabricsOptions { in_capsule: IN_CAPSULE_BYTES, discovery: None }),
+        ..ControllerOptions::default()
+    };
+    SubsystemOptions {
+        nqn: disk.nqn.clone(),
+        hosts: disk.hosts.clone(),
+        controller,
+        controllers_max: CONTROLLERS_MAX,
+        admin_entries: ADMIN_ENTRIES,
+        discovery: DiscoveryLog::new(1, &[]),
+    }
+}

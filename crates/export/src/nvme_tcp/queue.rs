@@ -1,0 +1,334 @@
+//! The session of one I/O queue: a connection behind the core's queue interface.
+//!
+//! The queue itself is [`TcpIoQueue`]. A running queue belongs to its lane. A stopped queue is in its
+//! [`TcpQueueSlot`], with its connection, where the control path changes, continues or ends it.
+//!
+//! The kick is an edge-triggered epoll instance with the socket: readable after bytes have come, or room for bytes to
+//! be sent.
+//!
+//! Owned by a lane, in a [`QueuePoller`](crate::QueuePoller).
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use blkyard_mem::RegionTable;
+use blkyard_mq::{Bio, SignalEventfd};
+use blkyard_nvme::NextBio;
+use blkyard_nvme::tcp::{SendList, TcpEnd, TcpIoQueue};
+use blkyard_sys::{Epoll, EventFd, EventFlags, Registered};
+
+use super::TRANSFER_BYTES;
+use super::socket::{Arrived, BufferedSocket};
+use crate::core::{BioFeed, ExportLog, QueueSession, QueueSignals, RingView};
+
+/// Bios filled in and commands refused in one round, at most.
+const ROUND_MAX: usize = 64;
+/// Pieces of a list.
+const PIECES_MAX: usize = 256;
+
+/// Notes of running queues for the control path.
+#[derive(Debug)]
+pub(crate) struct EndedQueues {
+    /// Which client queues have a connection that has ended.
+    flags: Box<[AtomicBool]>,
+    eventfd: EventFd,
+}
+
+impl EndedQueues {
+    /// Of so many client queues.
+    ///
+    /// # Errors
+    /// The system has no descriptors left.
+    pub(crate) fn new(queues: usize) -> io::Result<EndedQueues> {
+        let flags = (0..queues).map(|_| AtomicBool::new(false)).collect();
+        Ok(EndedQueues { flags, eventfd: EventFd::new()? })
+    }
+
+    /// Takes the numbers of the queues whose connections have ended.
+    pub(crate) fn take(&self) -> Vec<usize> {
+        // Cleared before the flags are read: a later one signals again.
+        self.eventfd.take();
+        let ended = self.flags.iter().enumerate().filter(|(_, flag)| flag.swap(false, Relaxed));
+        ended.map(|(number, _)| number).collect()
+    }
+
+    #[cold]
+    fn push(&self, number: usize) {
+        if let Some(flag) = self.flags.get(number) {
+            flag.store(true, Relaxed);
+            self.eventfd.signal();
+        }
+    }
+}
+
+impl AsFd for EndedQueues {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.eventfd.as_fd()
+    }
+}
+
+/// An I/O queue with its connection.
+#[derive(Debug)]
+pub(crate) struct TcpQueueState {
+    /// In the set that is the kick.
+    socket: Registered<BufferedSocket>,
+    kick: Epoll,
+    pub(crate) queue: TcpIoQueue,
+    list: SendList,
+    /// Whether the connection has ended, and all that was to be sent is sent.
+    is_over: bool,
+}
+
+impl TcpQueueState {
+    /// A queue whose Connect is accepted.
+    ///
+    /// # Errors
+    /// The system has no descriptors left.
+    pub(crate) fn new(mut socket: BufferedSocket, queue: TcpIoQueue) -> io::Result<TcpQueueState> {
+        socket.reserve();
+        let kick = Epoll::new()?;
+        let socket = kick.register(socket, 0, EventFlags::IN | EventFlags::OUT | EventFlags::RDHUP | EventFlags::ET)?;
+        Ok(TcpQueueState { socket, kick, queue, list: SendList::new(PIECES_MAX), is_over: false })
+    }
+
+    /// The connection of a queue that has ended, and the reason.
+    pub(crate) fn into_socket(self) -> (BufferedSocket, Option<TcpEnd>) {
+        let end = self.queue.end_reason();
+        (self.socket.into_inner(), end)
+    }
+}
+
+/// Storage of an I/O queue without a running session.
+pub(crate) type TcpQueueSlot = Arc<Mutex<Option<Box<TcpQueueState>>>>;
+
+/// Setup of an I/O queue session.
+pub struct NvmeTcpQueueSetup {
+    /// For messages: the queue's number in its export.
+    pub(crate) name: String,
+    pub(crate) number: usize,
+    pub(crate) log: Arc<ExportLog>,
+    /// Unset for a session without a connection, which only flushes earlier writes.
+    pub(crate) slot: Option<TcpQueueSlot>,
+    /// The regions that bios point into.
+    pub(crate) table: Arc<RegionTable>,
+    pub(crate) ended: Arc<EndedQueues>,
+}
+
+/// A running I/O queue.
+pub struct NvmeTcpQueueSession {
+    name: String,
+    number: usize,
+    log: Arc<ExportLog>,
+    /// Slot to return the queue to when it stops.
+    slot: Option<TcpQueueSlot>,
+    state: Option<Box<TcpQueueState>>,
+    table: Arc<RegionTable>,
+    ended: Arc<EndedQueues>,
+    is_broken: bool,
+}
+
+impl QueueSession for NvmeTcpQueueSession {
+    type Setup = NvmeTcpQueueSetup;
+    type Identity = ();
+    /// The command's slot.
+    type Pending = u16;
+    type Base = ();
+    type Refusals = ();
+
+    /// Initial segment capacity: the pages of the longest transfer.
+    const SEGMENTS: usize = TRANSFER_BYTES as usize / 4096 + 1;
+
+    fn start(setup: NvmeTcpQueueSetup) -> Result<NvmeTcpQueueSession, String> {
+        let NvmeTcpQueueSetup { name, number, log, slot, table, ended } = setup;
+        let take = |slot: &TcpQueueSlot| slot.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let state = slot.as_ref().map(|slot| take(slot).ok_or("the queue is not there")).transpose()?;
+        Ok(NvmeTcpQueueSession { name, number, log, slot, state, table, ended, is_broken: false })
+    }
+
+    /// Bytes may have come while the queue was stopped, and the answer to Connect is to be sent.
+    fn begin<Cx: ?Sized + SignalEventfd>(&mut self, signals: &mut QueueSignals<'_, Cx>) {
+        self.publish(signals);
+    }
+
+    fn memory(&self) -> &Arc<RegionTable> {
+        &self.table
+    }
+
+    fn kick(&self) -> Option<BorrowedFd<'_>> {
+        self.state.as_ref().map(|state| state.kick.as_fd())
+    }
+
+    fn lose_kick(&mut self, error: &io::Error) {
+        self.log.warn(format_args!("{}: the connection cannot be polled and is closed: {error}", self.name));
+        self.close();
+    }
+
+    fn set_call<Cx: ?Sized + SignalEventfd>(
+        &mut self,
+        _call: Option<Arc<EventFd>>,
+        _signals: &mut QueueSignals<'_, Cx>,
+    ) {
+    }
+
+    #[inline(always)]
+    fn is_broken(&self) -> bool {
+        self.is_broken
+    }
+
+    #[cold]
+    fn stop(&mut self, why: &str) {
+        if !std::mem::replace(&mut self.is_broken, true) {
+            self.log.warn(format_args!("{}: stopped: {why}", self.name));
+            self.close();
+        }
+    }
+
+    /// The memory is ours.
+    fn is_lost(&self) -> bool {
+        false
+    }
+
+    /// Zero: commands that were received stay in the queue.
+    fn left(&self) -> usize {
+        0
+    }
+
+    #[inline(always)]
+    fn round_max(&self) -> usize {
+        ROUND_MAX
+    }
+
+    fn resume(&mut self) {}
+
+    #[inline]
+    fn fetch<D>(&mut self, feed: &mut BioFeed<'_, D, Self>, most: usize, _device_idle: bool) -> bool {
+        let Some(state) = self.state.as_deref_mut().filter(|state| !state.is_over) else { return false };
+        // A queue that is to drain receives nothing more.
+        let mut is_busy = most > 0 && state.receive();
+        for _ in 0..most {
+            if !state.queue.has_ready() {
+                break;
+            }
+            let Some(mut bio) = feed.take() else { break };
+            match state.queue.fetch(&mut bio) {
+                NextBio::Bio(slot) => feed.submit(bio, slot),
+                NextBio::Without => feed.put_back(bio),
+                NextBio::Unavailable => {
+                    feed.put_back(bio);
+                    break;
+                }
+            }
+            is_busy = true;
+        }
+        is_busy
+    }
+
+    #[inline]
+    fn end(&mut self, bio: &Bio, slot: u16) {
+        let Some(state) = &mut self.state else { unreachable!("without a queue there are no commands") };
+        state.queue.end(slot, bio.status);
+    }
+
+    #[inline]
+    fn publish<Cx: ?Sized + SignalEventfd>(&mut self, _signals: &mut QueueSignals<'_, Cx>) {
+        if let Some(state) = &mut self.state {
+            state.send();
+        }
+    }
+
+    #[inline]
+    fn end_round<Cx: ?Sized + SignalEventfd>(&mut self, _signals: &mut QueueSignals<'_, Cx>) -> bool {
+        let Some(state) = self.state.as_deref_mut().filter(|state| !state.is_over) else { return false };
+        // Commands that came when the lane looked before its sleep (`arm`) are answered here: no bio makes a round
+        // busy.
+        let has_answers = state.queue.wants_send() || state.socket.get().is_sending();
+        let is_sent = has_answers && state.send();
+        let is_ended = state.queue.end_reason().is_some();
+        if is_ended && !state.queue.wants_send() && !state.socket.get().is_sending() {
+            state.is_over = true;
+            self.ended.push(self.number);
+        }
+        is_sent
+    }
+
+    /// Bytes that come later signal the kick.
+    fn arm(&mut self) -> bool {
+        let Some(state) = self.state.as_deref_mut().filter(|state| !state.is_over) else { return false };
+        state.queue.has_ready() || state.receive()
+    }
+
+    fn disarm(&mut self) {}
+
+    fn rest<Cx: ?Sized + SignalEventfd>(mut self, _signals: &mut QueueSignals<'_, Cx>) {
+        if let Some(state) = &mut self.state {
+            state.send();
+        }
+        if let Some(slot) = &self.slot {
+            *slot.lock().unwrap_or_else(PoisonError::into_inner) = self.state.take();
+        }
+    }
+
+    fn view(&self) -> RingView {
+        let queue = self.state.as_ref().map(|state| &state.queue);
+        RingView {
+            size: queue.map_or(0, TcpIoQueue::entries),
+            next: 0,
+            in_flight: queue.map_or(0, |queue| queue.in_flight() as u16),
+            is_recorded: false,
+            is_broken: self.is_broken,
+        }
+    }
+}
+
+impl NvmeTcpQueueSession {
+    #[cold]
+    fn close(&mut self) {
+        if let Some(state) = &mut self.state {
+            state.queue.abandon(TcpEnd::Closed);
+            self.ended.push(self.number);
+        }
+    }
+}
+
+impl TcpQueueState {
+    /// Receives and handles bytes. Returns whether there were any. The rest of them waits for a slot.
+    fn receive(&mut self) -> bool {
+        let TcpQueueState { socket, queue, .. } = self;
+        match socket.get_mut().receive(usize::MAX) {
+            Arrived::Bytes => {
+                let mut bytes = socket.get().unread();
+                let before = bytes.len();
+                queue.receive(&mut bytes);
+                let left = bytes.len();
+                socket.get_mut().keep(left);
+                left < before
+            }
+            Arrived::Nothing => false,
+            Arrived::End => {
+                if queue.end_reason().is_some() {
+                    return false;
+                }
+                queue.abandon(TcpEnd::Closed);
+                true
+            }
+        }
+    }
+
+    /// Sends answers, as far as the kernel takes them. Returns whether it took anything.
+    fn send(&mut self) -> bool {
+        let TcpQueueState { socket, queue, list, .. } = self;
+        let socket = socket.get_mut();
+        while socket.has_room()
+            && let Some(number) = queue.fill(list)
+        {
+            socket.add(list, &queue.memory().table);
+            list.clear();
+            queue.sent(number);
+            // Slots and memory are free again.
+            queue.receive(&mut &[][..]);
+        }
+        socket.is_sending() && socket.flush()
+    }
+}
