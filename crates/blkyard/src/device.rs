@@ -90,6 +90,14 @@ pub trait DeviceOps: Debug + Send + Sync {
         Vec::new()
     }
 
+    /// Whether it may be exported: its queues can use memory of other processes without harm to them.
+    ///
+    /// # Errors
+    /// The reason why not, as a clause that follows the device's name, and cure.
+    fn check_export(&self) -> Result<(), (&'static str, &'static str)> {
+        Ok(())
+    }
+
     /// Its backing: the bounds of its size. By default memory.
     ///
     /// # Errors
@@ -208,6 +216,31 @@ impl Device {
         (kind_of(KINDS, &spec)?.open)(spec, Some(Box::new(connector)))
     }
 
+    /// Whether several devices with the address of this name share one connection, and are to be opened together.
+    pub fn shares_connection(spec: &Spec) -> bool {
+        kind_of(KINDS, spec).is_ok_and(|kind| kind.open_all.is_some())
+    }
+
+    /// Opens several devices with the same address over one connection: namespaces of one controller. Options other
+    /// than `namespace` are those of the first. `connector` is as for [`Device::through`].
+    ///
+    /// # Errors
+    /// As for [`Device::open`]; also for devices that do not [share](Device::shares_connection) a connection.
+    ///
+    /// # Panics
+    /// If there is no name.
+    pub fn open_all(
+        specs: Vec<Spec>,
+        connector: impl FnOnce() -> io::Result<Arc<dyn Connector>>,
+    ) -> Result<Vec<Device>, DeviceError> {
+        let first = specs.first().unwrap_or_else(|| panic!("no device is named"));
+        let Some(open_all) = kind_of(KINDS, first)?.open_all else {
+            let cause = "devices of this kind do not share a connection";
+            return Err(SpecError::new(&first.name, cause, "open each by itself").into());
+        };
+        open_all(specs, Some(Box::new(connector)))
+    }
+
     /// Continues with a device that another process has open, from its parsed name and its [`DeviceHandover`].
     ///
     /// # Errors
@@ -215,6 +248,14 @@ impl Device {
     pub fn adopt(spec: Spec, file: Option<OwnedFd>, sync_failed: bool) -> Result<Device, DeviceError> {
         let Some(adopt) = kind_of(KINDS, &spec)?.adopt else { return Err(no_handover(&spec)) };
         adopt(spec, file, sync_failed)
+    }
+
+    /// Whether it may be exported.
+    ///
+    /// # Errors
+    /// Says why not.
+    pub fn can_be_exported(&self) -> Result<(), SpecError> {
+        self.check_export().map_err(|(cause, cure)| SpecError::new(&self.info().name, cause, cure))
     }
 
     /// Whether another process can continue with it.

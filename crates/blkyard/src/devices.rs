@@ -1,5 +1,5 @@
-//! The kinds of device: `file:PATH` or a bare path, `vhost-user:SOCKET`, `ram:SIZE`, `null:SIZE`, `chaos:SIZE`,
-//! `model:NAME`.
+//! The kinds of device: `file:PATH` or a bare path, `vhost-user:SOCKET`, `vfio-user:SOCKET`, `nvme:/dev/ngXnY`,
+//! `nvme-tcp://HOST:PORT/NQN`, `pci:ADDRESS`, `ram:SIZE`, `null:SIZE`, `chaos:SIZE`, `model:NAME`.
 //!
 //! Each has a separate file, with the scheme of its names, its options, and its [`DeviceOps`](crate::DeviceOps). A
 //! further kind is such a file and its line in [`KINDS`]; no other code names kinds.
@@ -9,7 +9,12 @@ mod file;
 mod memory;
 mod model;
 mod null;
+mod nvme;
+mod nvme_char;
+mod nvme_tcp;
+pub(crate) mod pci;
 mod ram;
+mod vfio_user;
 mod vhost_user;
 
 use std::io;
@@ -22,8 +27,18 @@ use crate::spec::{Spec, SpecError, parse_size};
 use crate::{Device, DeviceError};
 
 /// All kinds, in the order in which a message lists them.
-pub(crate) const KINDS: &[DeviceKind] =
-    &[file::KIND, vhost_user::KIND, ram::KIND, null::KIND, chaos::KIND, model::KIND];
+pub(crate) const KINDS: &[DeviceKind] = &[
+    file::KIND,
+    vhost_user::KIND,
+    vfio_user::KIND,
+    nvme_char::KIND,
+    nvme_tcp::KIND,
+    pci::KIND,
+    ram::KIND,
+    null::KIND,
+    chaos::KIND,
+    model::KIND,
+];
 
 /// One kind of device.
 pub(crate) struct DeviceKind {
@@ -36,7 +51,12 @@ pub(crate) struct DeviceKind {
     /// Continues with a device that another process hands over: its file, and whether a sync of it has failed. `None`
     /// for a kind that cannot be handed over.
     pub(crate) adopt: Option<AdoptDevice>,
+    /// Opens several with the same address over one connection: namespaces of one controller. All options other than
+    /// those that tell them apart are those of the first. `None` if each has a connection of its own.
+    pub(crate) open_all: Option<OpenDevices>,
 }
+
+pub(crate) type OpenDevices = fn(Vec<Spec>, Option<MakeConnector<'_>>) -> Result<Vec<Device>, DeviceError>;
 
 pub(crate) type AdoptDevice = fn(Spec, Option<OwnedFd>, bool) -> Result<Device, DeviceError>;
 

@@ -31,15 +31,15 @@ use std::sync::{Arc, Barrier, PoisonError, RwLock};
 use std::thread::{Builder, ScopedJoinHandle};
 
 use blkyard_mq::{
-    Bio, DeviceInfo, HwQueue, HwQueueConfig, Parker, QueueCounts, QueueFactory, QueueKind, QueuesError, RateLimit,
-    RegionTable, SchedulerConfig, Segment, Span, TagSet,
+    Bio, BufferAccess, DeviceInfo, HwQueue, HwQueueConfig, Parker, QueueCounts, QueueFactory, QueueKind, QueuesError,
+    RateLimit, Region, RegionTable, RegisterError, RegisteredBuffer, SchedulerConfig, Segment, Span, TagSet,
 };
 use blkyard_os::{Clock, Ring, RingConfig, RingError, RingParker, cpu_places};
 
 use crate::rate::take_own_rate;
 use crate::scheduler::take_device_scheduler;
 use crate::spec::Spec;
-use crate::{Device, DeviceError, DeviceQueue};
+use crate::{Device, DeviceError, DeviceQueue, DiskBuffers};
 
 /// Why a disk cannot be opened, or have other queues.
 #[derive(Debug, thiserror::Error)]
@@ -64,6 +64,14 @@ pub enum DiskError {
         bytes: usize,
         /// The system's error.
         source: io::Error,
+    },
+    /// Memory cannot be registered.
+    #[error("{name}: {source}")]
+    Register {
+        /// The device's name.
+        name: String,
+        /// Why, and the cure.
+        source: RegisterError,
     },
     /// There is no descriptor for a thread to sleep on.
     #[error("{name}: no eventfd for a thread: {source}; see the limit on open files")]
@@ -127,6 +135,19 @@ impl Disk {
     /// # Panics
     /// Without threads, or with a depth of 0.
     pub fn open(name: &str, config: DiskConfig) -> Result<Disk, DiskError> {
+        Disk::with_buffers(name, config, &[])
+    }
+
+    /// [`Disk::open`] with further memory for I/O: registered buffers, which may be used with several disks. Bios name
+    /// them by [`RegisteredBuffer::segment`]. More can be registered later: see [`Disk::buffers`]. A disk that another
+    /// process serves reaches those in memory that can be shared ([`Region::shared`](blkyard_mq::Region::shared)).
+    ///
+    /// # Errors
+    /// See [`DiskError`].
+    ///
+    /// # Panics
+    /// As [`Disk::open`].
+    pub fn with_buffers(name: &str, config: DiskConfig, buffers: &[Arc<RegisteredBuffer>]) -> Result<Disk, DiskError> {
         let mut spec = Spec::parse(name).map_err(DeviceError::from)?;
         let scheduler = take_device_scheduler(&mut spec).map_err(DeviceError::from)?;
         let rate = take_own_rate(&mut spec).map_err(DeviceError::from)?;
@@ -136,24 +157,37 @@ impl Disk {
         // There is no memory without bytes.
         let parts = device.memory(config.threads, bytes.max(1));
         let parts = parts.map_err(|source| DiskError::Memory { name: info.name.clone(), bytes, source })?;
-        let (memory, first_bytes): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
+        // The threads' own buffers are registered like those of the program.
+        let own = parts
+            .iter()
+            .map(|(region, first)| RegisteredBuffer::new(region, *first, bytes.max(1) as u64, BufferAccess::ReadWrite));
+        let own: Result<Vec<_>, _> = own.collect();
+        let own = own.map_err(|source| DiskError::Register { name: info.name.clone(), source })?;
+        let (mut memory, _): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
+        for buffer in buffers {
+            if !memory.iter().any(|region: &Arc<Region>| Arc::ptr_eq(region, buffer.region())) {
+                memory.push(Arc::clone(buffer.region()));
+            }
+        }
         let counts = fitting(config.queues.up_to(config.threads), device.queues_max());
         let queues = Queues {
             device,
             info: Arc::clone(&info),
             memory: Arc::new(RegionTable::new(memory)),
+            buffers: own.iter().chain(buffers).map(Arc::clone).collect(),
+            registers_memory: true,
             bios: config.depth,
             tags: config.depth,
             scheduler,
             rates: RateLimit::new(rate).map(Arc::new).into_iter().collect(),
         };
         let (queues, ways) = blkyard_mq::SharedDisk::open(queues, config.threads, config.depth, counts)?;
-        let submitters = ways.into_iter().zip(first_bytes).enumerate();
-        let submitters = submitters.map(|(number, (way, first_byte))| Submitter {
+        let submitters = ways.into_iter().zip(own).enumerate();
+        let submitters = submitters.map(|(number, (way, buffers))| Submitter {
             way,
             clock: Clock::new(),
             number,
-            first_byte,
+            buffers,
             buffer_bytes: config.buffer_bytes,
         });
         Ok(Disk { info, queues: Arc::new(queues), submitters: submitters.collect() })
@@ -168,6 +202,11 @@ impl Disk {
     /// threads [run](Disk::run).
     pub fn queues(&self) -> &Arc<blkyard_mq::SharedDisk<Queues<Arc<Device>>>> {
         &self.queues
+    }
+
+    /// Registers further buffers, and unregisters them, also while threads [run](Disk::run).
+    pub fn buffers(&self) -> DiskBuffers {
+        DiskBuffers::new(&self.queues)
     }
 
     /// Runs the same work on each of the disk's threads, and returns the results in the order of the threads' numbers.
@@ -237,8 +276,8 @@ pub struct Submitter {
     way: blkyard_mq::SharedSubmitter<DeviceQueue, Ring>,
     clock: Clock,
     number: usize,
-    /// Of its buffers, in the region of its number.
-    first_byte: u64,
+    /// Its buffers, one behind the other.
+    buffers: Arc<RegisteredBuffer>,
     buffer_bytes: usize,
 }
 
@@ -256,16 +295,16 @@ impl Submitter {
         let len = u32::try_from(bytes).ok().filter(|_| bytes <= self.buffer_bytes);
         let Some(len) = len else { panic!("{bytes} bytes of a buffer that has {}", self.buffer_bytes) };
         // One that is not there lies outside the memory, however far.
-        let offset = (buffer as u64).saturating_mul(self.buffer_bytes as u64).saturating_add(self.first_byte);
-        Segment { region: self.number as u32, offset, len }
+        self.buffers.segment((buffer as u64).saturating_mul(self.buffer_bytes as u64), len)
     }
 
-    /// The bytes of a segment, to be read or written while no bio with that segment is out.
+    /// The bytes of a segment of this thread's buffers, to be read or written while no bio with that segment is out.
+    /// For other registered buffers see [`RegisteredBuffer::span`].
     ///
     /// # Panics
     /// If there is no such buffer.
     pub fn data(&self, segment: Segment) -> Span<'_> {
-        self.way.memory().resolve(segment).expect("a segment of one of the disk's buffers")
+        self.buffers.span(segment).expect("a segment of one of the thread's buffers")
     }
 
     /// How many more bios may be submitted before one comes back.
@@ -318,6 +357,10 @@ pub struct Queues<R> {
     pub info: Arc<DeviceInfo>,
     /// All memory that bios name.
     pub memory: Arc<RegionTable>,
+    /// Registered buffers in that memory.
+    pub buffers: Vec<Arc<RegisteredBuffer>>,
+    /// Whether private memory is registered with the kernel.
+    pub registers_memory: bool,
     /// Bios that a thread may have out.
     pub bios: usize,
     /// Requests that these are cut into.
@@ -339,7 +382,8 @@ impl<R: Deref<Target = Device>> QueueFactory for Queues<R> {
         _number: usize,
         threads: usize,
     ) -> Result<(HwQueue<DeviceQueue>, Ring), DiskError> {
-        let ring = Ring::new(RingConfig { single_owner: false, ..RingConfig::default() });
+        let registers_memory = self.registers_memory;
+        let ring = Ring::new(RingConfig { registers_memory, single_owner: false, ..RingConfig::default() });
         let mut ring = ring.map_err(|source| DiskError::Ring { name: self.info.name.clone(), source })?;
         let depth = queue_depth(&self.device, self.scheduler, self.tags * threads);
         let config = HwQueueConfig {
@@ -350,6 +394,7 @@ impl<R: Deref<Target = Device>> QueueFactory for Queues<R> {
         };
         let mut hw = HwQueue::new(self.device.queue(kind, depth)?, Arc::clone(&self.info), config);
         hw.set_memory(&mut ring, Arc::clone(&self.memory));
+        self.buffers.iter().for_each(|buffer| _ = hw.add_buffer(&mut ring, buffer));
         hw.set_rates(0, self.rates.clone());
         Ok((hw, ring))
     }
@@ -390,6 +435,142 @@ mod tests {
         bio.sector = queue.number() as u64 * u64::from(bio.sectors);
         bio.segments.push(queue.buffer(0, BLOCK as usize));
         bio
+    }
+
+    #[test]
+    fn a_buffer_is_registered_once_for_several_disks() {
+        let region = Region::shared(1 << 20).unwrap();
+        let buffer = RegisteredBuffer::new(&region, 4096, 65536, BufferAccess::ReadWrite).unwrap();
+        let source = RegisteredBuffer::new(&region, 131_072, 4096, BufferAccess::ReadOnly).unwrap();
+        region.span(131_072, 4096).unwrap().fill(9);
+        let buffers = [Arc::clone(&buffer), Arc::clone(&source)];
+        for name in ["ram:1M", "null:1M"] {
+            let mut disk = Disk::with_buffers(name, small(1), &buffers).unwrap();
+            let statuses = disk.run(|queue| {
+                let mut one = |op, segment: Segment| {
+                    let mut bio = Bio::with_capacity(1);
+                    (bio.op, bio.sectors) = (op, segment.len / SECTOR_BYTES as u32);
+                    bio.segments.push(segment);
+                    queue.submit(bio);
+                    let mut status = Status::default();
+                    queue.wait(|bio| status = bio.status);
+                    status
+                };
+                [
+                    one(Op::Write, source.segment(0, 4096)),
+                    one(Op::Read, buffer.segment(8192, 4096)),
+                    one(Op::Read, source.segment(0, 4096)),
+                ]
+            });
+            assert_eq!(statuses, [[Status::Ok, Status::Ok, Status::Invalid]]);
+        }
+        let mut bytes = [0; 4096];
+        region.span(12288, 4096).unwrap().copy_to_slice(&mut bytes);
+        assert_eq!(bytes, [9; 4096]);
+        assert_eq!(Arc::strong_count(&buffer), 2, "the disks have let go of it");
+    }
+
+    /// A bio with its data in one segment.
+    fn bio_of(op: Op, sector: u64, segment: Segment) -> Box<Bio> {
+        let mut bio = Bio::with_capacity(1);
+        (bio.op, bio.sector, bio.sectors) = (op, sector, segment.len / SECTOR_BYTES as u32);
+        bio.segments.push(segment);
+        bio
+    }
+
+    fn one(queue: &mut Submitter, bio: Box<Bio>) -> Status {
+        queue.submit(bio);
+        let mut status = Status::default();
+        queue.wait(|bio| status = bio.status);
+        status
+    }
+
+    #[test]
+    fn one_registration_serves_disks_of_different_kinds_that_are_open() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(1 << 20).unwrap();
+        let region = Region::shared(1 << 20).unwrap();
+        let buffer = RegisteredBuffer::new(&region, 4096, 65536, BufferAccess::ReadWrite).unwrap();
+        let names = [file.path().to_str().unwrap(), "ram:1M", "chaos:1M?latency_us=10", "model:flash?size=1M"];
+        let mut disks = names.map(|name| Disk::open(name, small(2)).unwrap());
+        disks.iter().for_each(|disk| disk.buffers().register(&buffer));
+        for (byte, disk) in (1..).zip(&mut disks) {
+            let name = disk.info().name.clone();
+            let statuses = disk.run(|queue| {
+                if queue.number() > 0 {
+                    return [Status::Ok; 2];
+                }
+                buffer.span(buffer.segment(0, 8192)).unwrap().fill(byte);
+                let wrote = one(queue, bio_of(Op::Write, 8, buffer.segment(512, 4096)));
+                buffer.span(buffer.segment(0, 8192)).unwrap().fill(0);
+                [wrote, one(queue, bio_of(Op::Read, 8, buffer.segment(4096, 4096)))]
+            });
+            assert_eq!(statuses, [[Status::Ok; 2]; 2], "{name}");
+            let mut bytes = [0; 4096];
+            buffer.span(buffer.segment(4096, 4096)).unwrap().copy_to_slice(&mut bytes);
+            assert_eq!(bytes, [byte; 4096], "{name}");
+        }
+        // Queues that are made later know it, too.
+        for disk in &mut disks {
+            let clock = Clock::new();
+            disk.queues().set_queues(QueueCounts::only(1), &|| clock.now_ns()).unwrap();
+            let statuses = disk.run(|queue| one(queue, bio_of(Op::Read, 8, buffer.segment(0, 4096))));
+            assert_eq!(statuses, [Status::Ok; 2]);
+            disk.buffers().unregister(&buffer);
+            let statuses = disk.run(|queue| one(queue, bio_of(Op::Read, 8, buffer.segment(0, 4096))));
+            assert_eq!(statuses, [Status::Invalid; 2], "a stale cookie is refused");
+        }
+        assert_eq!((Arc::strong_count(&buffer), Arc::strong_count(&region)), (1, 2), "the disks have let go of both");
+    }
+
+    struct SetAtEnd<'a>(&'a AtomicBool);
+
+    impl Drop for SetAtEnd<'_> {
+        fn drop(&mut self) {
+            self.0.store(true, Relaxed);
+        }
+    }
+
+    #[test]
+    fn unregistering_drains_and_leaves_other_io_alone() {
+        for name in ["ram:1M?latency_us=3000", "chaos:1M?latency_us=3000"] {
+            let mut disk = Disk::open(name, small(2)).unwrap();
+            let buffers = disk.buffers();
+            let region = Region::shared(1 << 20).unwrap();
+            let over = AtomicBool::new(false);
+            let ended = disk.run(|queue| {
+                let mut statuses = Vec::new();
+                if queue.number() == 1 {
+                    while !over.load(Relaxed) {
+                        let bio = block(queue, Op::Read);
+                        statuses.push(one(queue, bio));
+                    }
+                    return statuses;
+                }
+                // Also when this thread panics.
+                let _over = SetAtEnd(&over);
+                for _ in 0..20 {
+                    let buffer = RegisteredBuffer::new(&region, 0, 65536, BufferAccess::ReadWrite).unwrap();
+                    buffers.register(&buffer);
+                    for at in 0..4 {
+                        queue.submit(bio_of(Op::Read, at * 8, buffer.segment(at * 8192, 4096)));
+                    }
+                    queue.ring();
+                    // With this thread's own I/O in flight, which nobody else reaps for it.
+                    buffers.unregister(&buffer);
+                    assert_eq!(Arc::strong_count(&buffer), 1, "no queue has it");
+                    while queue.wait(|bio| statuses.push(bio.status)) > 0 {}
+                    assert_eq!(one(queue, bio_of(Op::Read, 0, buffer.segment(0, 4096))), Status::Invalid);
+                }
+                statuses
+            });
+            assert_eq!(ended[0].len(), 80, "{name}");
+            // Those that waited for the device may be refused. Those that it had are not.
+            assert!(ended[0].iter().all(|status| matches!(status, Status::Ok | Status::Invalid)), "{name}");
+            assert!(ended[0].iter().filter(|status| status.is_ok()).count() >= 20, "{name}: {:?}", ended[0]);
+            assert!(ended[1].iter().all(|status| status.is_ok()), "{name}: I/O in other memory goes on");
+            assert_eq!(Arc::strong_count(&region), 1);
+        }
     }
 
     #[test]

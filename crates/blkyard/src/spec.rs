@@ -81,6 +81,11 @@ impl Spec {
         Ok(spec)
     }
 
+    /// Its name without options.
+    pub fn address(&self) -> String {
+        if self.scheme.is_empty() { self.body.clone() } else { format!("{}:{}", self.scheme, self.body) }
+    }
+
     /// Options of a thing that is named otherwise.
     pub fn of_options(name: &str, options: BTreeMap<String, String>) -> Spec {
         Spec { name: name.into(), scheme: String::new(), body: String::new(), options, known: Vec::new() }

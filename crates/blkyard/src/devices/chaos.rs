@@ -10,7 +10,8 @@ use super::{DeviceKind, MakeConnector};
 use crate::device::{Device, DeviceError, DeviceOps, DeviceQueue};
 use crate::spec::{Spec, SpecError};
 
-pub(super) const KIND: DeviceKind = DeviceKind { schemes: &["chaos"], usage: "chaos:SIZE", open, adopt: None };
+pub(super) const KIND: DeviceKind =
+    DeviceKind { schemes: &["chaos"], usage: "chaos:SIZE", open, adopt: None, open_all: None };
 
 fn open(spec: Spec, _: Option<MakeConnector<'_>>) -> Result<Device, DeviceError> {
     Ok(open_chaos(spec)?.into())

@@ -12,7 +12,8 @@ use super::{DeviceKind, MakeConnector, no_handover, take_block_bytes, take_write
 use crate::device::{Backing, Device, DeviceError, DeviceHandover, DeviceOps, DeviceQueue};
 use crate::spec::{Spec, SpecError};
 
-pub(super) const KIND: DeviceKind = DeviceKind { schemes: &["", "file"], usage: "file:PATH", open, adopt: Some(adopt) };
+pub(super) const KIND: DeviceKind =
+    DeviceKind { schemes: &["", "file"], usage: "file:PATH", open, adopt: Some(adopt), open_all: None };
 
 fn open(spec: Spec, _: Option<MakeConnector<'_>>) -> Result<Device, DeviceError> {
     Ok(FileDevice::open(config(spec)?)?.into())

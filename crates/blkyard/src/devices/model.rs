@@ -10,7 +10,8 @@ use super::{DeviceKind, MakeConnector, take_write_back};
 use crate::device::{Device, DeviceError, DeviceOps, DeviceQueue};
 use crate::spec::{Spec, SpecError, parse_size};
 
-pub(super) const KIND: DeviceKind = DeviceKind { schemes: &["model"], usage: "model:NAME", open, adopt: None };
+pub(super) const KIND: DeviceKind =
+    DeviceKind { schemes: &["model"], usage: "model:NAME", open, adopt: None, open_all: None };
 
 /// Sizes are in blocks of this.
 const BLOCK_BYTES: u64 = 4096;

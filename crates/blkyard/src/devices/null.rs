@@ -10,7 +10,8 @@ use super::{DeviceKind, MakeConnector, no_handover};
 use crate::device::{Backing, Device, DeviceError, DeviceHandover, DeviceOps, DeviceQueue};
 use crate::spec::Spec;
 
-pub(super) const KIND: DeviceKind = DeviceKind { schemes: &["null"], usage: "null:SIZE", open, adopt: Some(adopt) };
+pub(super) const KIND: DeviceKind =
+    DeviceKind { schemes: &["null"], usage: "null:SIZE", open, adopt: Some(adopt), open_all: None };
 
 /// The cost of a request does not depend on its length.
 const BOUNDS: RequestBounds = RequestBounds { sectors: 8 << 11, discard_sectors: 1 << 21 };

@@ -7,7 +7,8 @@ use super::{DeviceKind, MakeConnector};
 use crate::device::{Device, DeviceError, DeviceOps, DeviceQueue};
 use crate::spec::Spec;
 
-pub(super) const KIND: DeviceKind = DeviceKind { schemes: &["ram"], usage: "ram:SIZE", open, adopt: None };
+pub(super) const KIND: DeviceKind =
+    DeviceKind { schemes: &["ram"], usage: "ram:SIZE", open, adopt: None, open_all: None };
 
 fn open(mut spec: Spec, _: Option<MakeConnector<'_>>) -> Result<Device, DeviceError> {
     let pace = take_pace(&mut spec)?;

@@ -30,7 +30,21 @@ fn names_that_are_wrong_say_what_would_be_right() {
         ("vhost-user:/x?queues=0", ["queues=0", "from 1"]),
         ("vhost-user:/x?queue=1", ["'queue'", "queues, queue_size, packed"]),
         ("ram:1000", ["1000", "blocks of 512"]),
-        ("floppy:a", ["floppy", "use file:PATH, vhost-user:SOCKET, ram:SIZE, null:SIZE, chaos:SIZE or model:NAME"]),
+        ("nvme:/dev/ng987n1", ["/dev/ng987n1: no such device", "blkyard nvme list"]),
+        ("nvme:/dev/null", ["not a character device of an NVMe namespace", "/dev/ngXnY"]),
+        ("nvme:/dev/ng0n1?poll=maybe", ["poll=maybe", "on or off"]),
+        ("nvme:/dev/ng0n1?queues=4", ["queues", "readonly, poll"]),
+        ("pci:nvme0", ["not a PCI address", "0000:00:10.0"]),
+        ("pci:ffff:ff:1f.7", ["no such device", "lspci"]),
+        ("pci:00:10.0?unbind=maybe", ["unbind=maybe", "on or off"]),
+        ("pci:00:10.0?pinned=on", ["pinned", "unbind, pin"]),
+        (
+            "floppy:a",
+            [
+                "floppy",
+                "vfio-user:SOCKET, nvme:/dev/ngXnY, nvme-tcp://HOST:PORT/NQN, pci:ADDRESS, ram:SIZE, null:SIZE, chaos:SIZE or model:NAME",
+            ],
+        ),
         ("null:1G?sise=4", ["sise", "latency_us"]),
         ("null:1G?seed=4", ["seed", "latency_us"]),
         ("chaos:1M?mbps=4", ["mbps", "timeouts"]),
@@ -65,7 +79,7 @@ fn kinds_that_end_with_the_daemon_say_why_they_are_not_handed_over() {
 
 /// A kind whose reads return the byte of its name. This is the complete code of a further kind; [`FILLED`] is its line
 /// in the table.
-const FILLED: DeviceKind = DeviceKind { schemes: &["filled"], usage: "filled:BYTE", open, adopt: None };
+const FILLED: DeviceKind = DeviceKind { schemes: &["filled"], usage: "filled:BYTE", open, adopt: None, open_all: None };
 
 fn open(mut spec: Spec, _: Option<MakeConnector<'_>>) -> Result<Device, DeviceError> {
     let capacity_sectors = spec.take_number("sectors", 1, 1 << 40)?.unwrap_or(2048);

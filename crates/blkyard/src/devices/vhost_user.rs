@@ -16,7 +16,7 @@ use crate::device::{Backing, Device, DeviceError, DeviceHandover, DeviceOps, Dev
 use crate::spec::Spec;
 
 pub(super) const KIND: DeviceKind =
-    DeviceKind { schemes: &["vhost-user"], usage: "vhost-user:SOCKET", open, adopt: None };
+    DeviceKind { schemes: &["vhost-user"], usage: "vhost-user:SOCKET", open, adopt: None, open_all: None };
 
 fn open(mut spec: Spec, connector: Option<MakeConnector<'_>>) -> Result<Device, DeviceError> {
     let usual = AttachConfig::new(&spec.body, Arc::new(SystemClock));
