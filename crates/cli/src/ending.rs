@@ -16,12 +16,12 @@ use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use blkyard_export::{BoundSocket, QueueView, VirtqueueWatch};
+use blkyard_export::{BoundSocket, QueueView};
 use blkyard_mq::RequestState;
 use blkyard_os::{Signal, Signals};
 use blkyard_sys::{PollFd, PollFlags, wait_until};
 
-use crate::daemon::Daemon;
+use crate::daemon::{ClientWatch, Daemon};
 use crate::error::ServeError;
 use crate::inspect::{request_node, show_time};
 
@@ -241,12 +241,12 @@ struct Left {
 impl Left {
     fn of(daemon: &Daemon) -> Left {
         let all: Vec<_> = daemon.exports.iter().map(|export| (export, export.queues())).collect();
-        let asked: Vec<Vec<_>> =
-            all.iter().map(|(_, queues)| queues.iter().map(VirtqueueWatch::look).collect()).collect();
+        let asked: Vec<Vec<_>> = all.iter().map(|(_, queues)| queues.iter().map(ClientWatch::look).collect()).collect();
         let until = Instant::now() + LOOK_TIME;
         let mut left = Left::default();
         for ((export, _), asked) in all.iter().zip(asked) {
-            let (device, before) = (&daemon.devices[export.device].info().name, left.lines.len());
+            let names: Vec<_> = export.devices.iter().map(|of| daemon.devices[of.device].info().name.clone()).collect();
+            let (device, before) = (&names.join(", "), left.lines.len());
             // A queue whose lane has ended has no request in flight.
             for (number, view) in asked.into_iter().enumerate().filter_map(|(number, view)| Some((number, view?))) {
                 match view.recv_timeout(until.saturating_duration_since(Instant::now())) {
@@ -258,7 +258,7 @@ impl Left {
                     Err(RecvTimeoutError::Disconnected) => {}
                 }
             }
-            if export.status.is_connected() && before == left.lines.len() {
+            if export.front_end.is_connected() && before == left.lines.len() {
                 left.lines.push(format!("{export}: no requests are in flight, but its session does not end"));
             }
         }

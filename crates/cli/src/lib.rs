@@ -1,5 +1,5 @@
 //! The commands of the program `blkyard` for daemons: `serve` starts one, `inspect` shows it, `set` changes it, and
-//! `serve --takeover` replaces it.
+//! `serve --takeover` replaces it. `nvme` queries NVMe controllers.
 //!
 //! `main.rs` reads the command line. The other commands are in `blkyard-lab`.
 #![forbid(unsafe_code)]
@@ -8,6 +8,7 @@ pub mod control;
 pub mod daemon;
 pub mod inspect;
 pub mod log;
+pub mod nvme;
 pub mod plan;
 pub mod serve;
 pub mod set;
@@ -20,6 +21,7 @@ mod io_errors;
 mod qemu;
 mod receiver;
 mod threads;
+mod wanted;
 mod watch;
 
 pub use receiver::connector;

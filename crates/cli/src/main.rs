@@ -5,7 +5,7 @@ use std::panic::catch_unwind;
 use std::process::ExitCode;
 
 use blkyard_cli::plan::Word;
-use blkyard_cli::{connector, inspect, log, serve, set};
+use blkyard_cli::{connector, inspect, log, nvme, serve, set};
 use blkyard_lab::{bench, floor, study};
 use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser, Subcommand};
 
@@ -38,6 +38,8 @@ enum Command {
     ///
     /// A guest sees its disk grow.
     Set(set::SetArgs),
+    /// Query NVMe controllers, and send commands to them; options and output are those of nvme-cli.
+    Nvme(nvme::NvmeArgs),
     /// Measure the limits of this machine: cache-line transfers, copies, wake-ups, system calls.
     ///
     /// Uses two CPUs, 1 GiB of memory, and half a minute.
@@ -81,6 +83,7 @@ fn run() -> ExitCode {
         Command::Bench(args) => report(bench::run(&args, log::console(), connector)),
         Command::Inspect(args) => report(inspect::run(&args)),
         Command::Set(args) => report(set::run(&args)),
+        Command::Nvme(args) => report(nvme::run(&args)),
         Command::Floor(args) => floor::run(args, log::console()),
         Command::Study(args) => report(study::run(&args, log::console())),
         Command::Receiver => report(blkyard_os::receive_for_daemon().map(|()| ExitCode::SUCCESS)),

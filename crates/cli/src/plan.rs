@@ -228,7 +228,8 @@ fn some_device_is_named(disks: Vec<DiskPlan>) -> Result<Vec<DiskPlan>, PlanError
 
 /// A device without an export. Reported once the device is open, since errors of its name come first.
 pub(crate) fn unserved(device: &str) -> SpecError {
-    let cure = "add --export vhost-user-blk:SOCKET after it, or [[device.export]] in the file";
+    let cure =
+        "add --export vhost-user-blk:SOCKET or --export vfio-user:SOCKET after it, or [[device.export]] in the file";
     SpecError::new(device, "no export serves this device", cure)
 }
 

@@ -2,6 +2,8 @@
 //!
 //! Names, devices and sockets are checked before anything is served. `lanes.rs` places queues on lanes.
 
+use std::collections::BTreeMap;
+use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,27 +15,30 @@ use blkyard::scheduler::take_device_scheduler;
 use blkyard::spec::{Spec, SpecError, number, show_size};
 use blkyard::{Connector, Device, DeviceError};
 use blkyard_export::{
-    Acceptor, BackendConfig, BoundSocket, ControlLoop, QUEUES_MAX, SEG_MAX, SessionState, SocketConfig,
-    VhostUserServer, VhostUserState, VhostUserTaking, VirtqueueRemote,
+    Acceptor, BackendConfig, BoundSocket, ControlLoop, ExportConfig, FrontEndSession, NvmeDisk, NvmeTcpDisk,
+    NvmeTcpExport, NvmeTcpServer, NvmeTcpSession, SEG_MAX, Server, Taking, VfioUserExport, VfioUserSession,
+    VhostUserSession,
 };
-use blkyard_mem::DmaDomain;
-use blkyard_mq::{HeldBack, IdlePolicy, LogLimit};
+use blkyard_mq::{DeviceInfo, HeldBack, IdlePolicy, LogLimit};
 use blkyard_os::{LaneConfig, RingConfig, Signals, allow_all_descriptors, cpu_places};
 use blkyard_virtio::{BlkConfig, SerialId};
 
 use crate::answers;
 use crate::control::{ControlPlace, ControlServer};
 use crate::daemon::{
-    Daemon, DiskPlan, LANES_MAX, QueueMaker, ServedDevice, ServedExport, ServedLanes, SetLanesError, Share, depth_of,
+    ByProtocol, ClientRemotes, ClientSessionState, ClientState, ClientWatch, Daemon, DiskPlan, ExportedDevice,
+    FrontEndHandle, LANES_MAX, QueueMaker, ServedDevice, ServedExport, ServedFrontEnd, ServedLanes, ServedServer,
+    SetLanesError, Share, ShareDevice, depth_of_all, pin_lane,
 };
 use crate::ending::{Parts, StopToken, supervise};
 use crate::io_errors::{ErrorLog, tell_rest};
 use crate::log::{self, LogFormat, say};
-use crate::plan::{MODE_KEY, MODE_WANTED, Plan, Settings, Word, from_file, from_words, parse_mode, unserved};
-use crate::qemu;
+use crate::plan::{Plan, Settings, Word, from_file, from_words, unserved};
+use crate::qemu::{self, QemuDisk};
 use crate::receiver::ReceiverProcess;
 use crate::takeover::{self, InheritedState};
 use crate::threads;
+use crate::wanted::{Wanted, WantedTarget, add_namespace, check_is_namespace, want};
 use crate::watch::Watch;
 
 pub use crate::error::ServeError;
@@ -49,6 +54,20 @@ pub struct ServeArgs {
     /// vhost-user:SOCKET, a disk that another process serves: queues=N, queue_size=N, packed=on|off, timeout_s (time
     /// limit of an answer), gone_s (time limit of I/O without a back-end).
     ///
+    /// vfio-user:SOCKET, a namespace of an NVMe controller that another process serves: namespace=N, queues=N,
+    /// poll_queues=N, queue_size=N, shadow_doorbells=on|off, timeout_s and gone_s as above. More devices with the same
+    /// address are further namespaces, with no option other than namespace=N.
+    ///
+    /// nvme-tcp://HOST:PORT/NQN, a namespace of an NVMe controller over TCP: namespace=N, queues=N, poll_queues=N,
+    /// queue_size=N, header_digest=on|off, data_digest=on|off, timeout_s=N, keep_alive_s=N, reconnect_delay_s=N,
+    /// ctrl_loss_s=N, fast_io_fail_s=N, host_nqn=NQN.
+    ///
+    /// nvme:/dev/ngXnY, a namespace of the kernel's NVMe driver, by passthrough: readonly=on|off, poll=on|off (poll for
+    /// completions in the driver's poll queues).
+    ///
+    /// pci:ADDRESS, a namespace of an NVMe controller of this machine, through VFIO: unbind=on to take it from the
+    /// kernel's driver, pin=on to allow exports, other options as for vfio-user:SOCKET.
+    ///
     /// ram:SIZE and null:SIZE, memory and a null device: readonly, cache, block_size, latency_us, mbps, discard=on|off,
     /// max_sectors, virt_boundary=on|off.
     ///
@@ -63,11 +82,25 @@ pub struct ServeArgs {
     /// exports together.
     #[arg(long, value_name = "SPEC")]
     pub device: Vec<String>,
-    /// Export of the disk named before: vhost-user-blk:SOCKET. Repeat for more exports.
+    /// Export of the disk named before. Repeat for more exports.
+    ///
+    /// vhost-user-blk:SOCKET, a virtio-blk disk. vfio-user:SOCKET, a PCI device with an NVMe controller, for QEMU 10.1
+    /// or newer and for programs with an NVMe driver. nvme-tcp://ADDRESS:PORT, a namespace of an NVMe subsystem over
+    /// TCP, for hosts on the network.
     ///
     /// Options follow as ?key=value: queues=N (default: one for each CPU), serial=TEXT (up to 20 characters), mode=0660
     /// and group=NAME of the socket, lanes=0,1,... (lane of each queue, in turn), iops_max=N, bytes_per_s_max=SIZE and
     /// burst_ms=N (limits of its queues together).
+    ///
+    /// A vfio-user or nvme-tcp export with the address of an earlier one adds its device there as one more namespace;
+    /// namespace=N sets its identifier (default: the next), and all other options are those of the first.
+    ///
+    /// vfio-user only: doorbells=message (default) or shared, in memory that the daemon polls, for clients that poll,
+    /// such as SPDK; pci_id=VENDOR:DEVICE of the controller, hexadecimal (default: 4e58:0001).
+    ///
+    /// nvme-tcp only: nqn=NQN of the subsystem (default: from the names of machine and serial number), hosts=NQN,...
+    /// that may connect (default: any), referrals=ADDRESS:PORT,... of other discovery services, remote=on to allow an
+    /// address that other machines reach, queues=N of all hosts together (default: 32). No mode and group.
     #[arg(long, value_name = "SPEC")]
     pub export: Vec<String>,
     /// Replace the running daemon with this control socket, and continue its exports. Guests see a pause; that daemon
@@ -151,62 +184,117 @@ impl ServeArgs {
 /// One export, ready to be served.
 struct ReadyExport {
     name: String,
-    socket: Arc<BoundSocket>,
-    disk: BlkConfig,
-    remotes: Vec<VirtqueueRemote>,
-    domains: Vec<Arc<DmaDomain>>,
+    /// Unset for NVMe/TCP.
+    socket: Option<Arc<BoundSocket>>,
+    config: ReadyConfig,
+    queues: Vec<ClientWatch>,
     serial: SerialId,
     rate: Arc<RateSlot>,
-    device: usize,
+    devices: Vec<ExportedDevice>,
     /// State inherited from another daemon.
     inherited: Option<Inherited>,
 }
+
+/// Configuration of an export of any protocol, with the listening socket of NVMe/TCP.
+type ReadyConfig = ByProtocol<BackendConfig, VfioUserExport, (NvmeTcpExport, TcpListener)>;
 
 /// State of an export inherited from another daemon, beside its socket.
 struct Inherited {
     offered: u16,
     depth: Option<usize>,
     wce: bool,
-    session: Option<SessionState>,
+    session: Option<ClientSessionState>,
 }
 
 impl ReadyExport {
     /// Serves it, or prepares to continue with it.
     fn start(self, control: &ControlLoop) -> Result<Start, ServeError> {
-        let ReadyExport { name, socket, disk, remotes, domains, inherited, .. } = self;
-        let config = BackendConfig { name: name.clone(), disk, queues: remotes, domains };
+        const OTHER: &str = "it has a session of another protocol";
+        const NO_SOCKET: &str = "exports on sockets have one";
+        let ReadyExport { socket, config, inherited, .. } = self;
+        Ok(match config {
+            ByProtocol::NvmeTcp((config, listener)) => {
+                ByProtocol::NvmeTcp(StartOf::Served(NvmeTcpServer::serve_on(control, listener, config)?))
+            }
+            ByProtocol::VhostUser(config) => {
+                let socket = socket.expect(NO_SOCKET);
+                let session_of = |session| {
+                    if let ByProtocol::VhostUser(session) = session { Ok(session) } else { Err(OTHER.to_owned()) }
+                };
+                ByProtocol::VhostUser(StartOf::new(control, socket, config, inherited, session_of)?)
+            }
+            ByProtocol::VfioUser(config) => {
+                let socket = socket.expect(NO_SOCKET);
+                let session_of = |session| {
+                    if let ByProtocol::VfioUser(session) = session { Ok(session) } else { Err(OTHER.to_owned()) }
+                };
+                ByProtocol::VfioUser(StartOf::new(control, socket, config, inherited, session_of)?)
+            }
+        })
+    }
+}
+
+/// An export that is served, or will be once the other daemon has let go.
+enum StartOf<F: FrontEndSession> {
+    Served(Server<F>),
+    Taking(Taking<F>),
+}
+
+/// The same for any protocol.
+type Start = ByProtocol<StartOf<VhostUserSession>, StartOf<VfioUserSession>, StartOf<NvmeTcpSession>>;
+
+impl<F: FrontEndSession> StartOf<F> {
+    fn new(
+        control: &ControlLoop,
+        socket: Arc<BoundSocket>,
+        config: ExportConfig<F>,
+        inherited: Option<Inherited>,
+        session_of: impl FnOnce(ClientSessionState) -> Result<F::State, String>,
+    ) -> Result<StartOf<F>, ServeError> {
         let Some(Inherited { offered, depth, wce, session }) = inherited else {
-            return Ok(Start::Served(VhostUserServer::start_on(control, socket, config)?));
+            return Ok(StartOf::Served(Server::start_on(control, socket, config)?));
         };
-        let taking = VhostUserServer::take_over_on(control, socket, config, offered, wce, session);
+        let name = config.name.clone();
+        let taking = session.map(session_of).transpose();
+        let taking = taking.and_then(|session| Server::take_over_on(control, socket, config, offered, wce, session));
         let cure = "the other daemon continues; stop it instead";
         let taking = taking.map_err(|why| SpecError::new(name, format!("it cannot be taken over: {why}"), cure))?;
         if let Some(depth) = depth {
             // Applied as soon as it serves; it cannot fail.
             let _ = taking.server().hand().set_depth(depth);
         }
-        Ok(Start::Taking(taking))
+        Ok(StartOf::Taking(taking))
     }
-}
 
-/// An export that is served, or will be once the other daemon has let go.
-enum Start {
-    Served(VhostUserServer),
-    Taking(VhostUserTaking),
+    fn front_end(&self) -> FrontEndHandle<F> {
+        FrontEndHandle::of(match self {
+            StartOf::Served(server) => server,
+            StartOf::Taking(taking) => taking.server(),
+        })
+    }
+
+    fn go(self) -> Server<F> {
+        match self {
+            StartOf::Served(server) => server,
+            StartOf::Taking(taking) => taking.go(),
+        }
+    }
 }
 
 impl Start {
-    fn server(&self) -> &VhostUserServer {
+    fn front_end(&self) -> ServedFrontEnd {
         match self {
-            Start::Served(server) => server,
-            Start::Taking(taking) => taking.server(),
+            ByProtocol::VhostUser(start) => ByProtocol::VhostUser(start.front_end()),
+            ByProtocol::VfioUser(start) => ByProtocol::VfioUser(start.front_end()),
+            ByProtocol::NvmeTcp(start) => ByProtocol::NvmeTcp(start.front_end()),
         }
     }
 
-    fn go(self) -> VhostUserServer {
+    fn go(self) -> ServedServer {
         match self {
-            Start::Served(server) => server,
-            Start::Taking(taking) => taking.go(),
+            ByProtocol::VhostUser(start) => ByProtocol::VhostUser(start.go()),
+            ByProtocol::VfioUser(start) => ByProtocol::VfioUser(start.go()),
+            ByProtocol::NvmeTcp(start) => ByProtocol::NvmeTcp(start.go()),
         }
     }
 }
@@ -245,8 +333,8 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
     let limit = Duration::from_secs(args.lock_wait_s.unwrap_or(LOCK_WAIT_S));
     let patience = Patience { stop, limit, connector: receiver };
     let plans = disks.clone();
-    let Some(opened) = open(disks, &patience, inherited.as_mut())? else { return Ok(()) };
-    let shares: Vec<Share> = opened.iter().flat_map(|(_, exports)| exports).map(|want| want.share.clone()).collect();
+    let Some((devices, wanted)) = open(disks, &patience, inherited.as_mut())? else { return Ok(()) };
+    let shares: Vec<Share> = wanted.iter().map(|want| want.share.clone()).collect();
     let queues = shares.iter().map(|share| share.queues).sum();
     let count = args.lanes.map_or_else(|| cpu_places().len().min(queues), |lanes| lanes as usize);
     let lanes = ServedLanes::start(count, shares, lane_configs(args)).map_err(|error| match error {
@@ -255,19 +343,15 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
     })?;
     let lanes = Arc::new(lanes);
     let mut exports = Vec::new();
-    let mut devices = Vec::new();
-    for (device, wanted) in opened {
-        let device = Arc::new(device);
-        for want in wanted {
-            let lane_of = lanes.seen(exports.len()).lanes;
-            let left = inherited.as_mut().and_then(|inherited| inherited.exports.pop_front());
-            let export = bind(&device, devices.len(), want, left, (&lanes, exports.len()), &tracked)?;
-            exports.push((export, lane_of));
-        }
-        devices.push(device);
+    let devices: Vec<_> = devices.into_iter().map(Arc::new).collect();
+    for want in wanted {
+        let lane_of = lanes.seen(exports.len()).lanes;
+        let left = inherited.as_mut().and_then(|inherited| inherited.exports.pop_front());
+        let export = bind(&devices, want, left, (&lanes, exports.len()), &tracked)?;
+        exports.push((export, lane_of));
     }
     introduce(&devices, &exports, count);
-    let first = exports.first().map(|(export, _)| export.socket.path());
+    let first = exports.iter().find_map(|(export, _)| export.socket.as_ref()).map(|socket| socket.path());
     let place = args.control.clone().unwrap_or_default();
     let mut control = if inherited.is_none() { place.bind(first)?.map(tracked).transpose()? } else { None };
     let mut watch = Watch::new(exports.len());
@@ -275,20 +359,19 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
     let mut starts = Parts::new(stop);
     let mut served = Vec::new();
     for (export, _) in exports {
-        let queues: Vec<_> = export.remotes.iter().map(VirtqueueRemote::watch).collect();
-        let (name, device, serial) = (export.name.clone(), export.device, export.serial);
+        let queues = export.queues.clone();
+        let (name, serial) = (export.name.clone(), export.serial);
+        let (of, depth_max) = (export.devices.clone(), depth_of_all(&served_by(&export.devices, &devices)));
         let rate = Arc::clone(&export.rate);
         let start = export.start(&exports_control)?;
-        let server = start.server();
         served.push(ServedExport {
             name,
-            device,
-            status: Arc::clone(server.status()),
-            hand: server.hand().clone(),
+            devices: of,
+            front_end: start.front_end(),
             serial,
             rate,
             queues: Mutex::new(queues),
-            depth_max: depth_of(&devices[device].device),
+            depth_max,
         });
         starts.push(start);
     }
@@ -345,7 +428,7 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
             });
         }
         errors.tell(&daemon);
-        daemon.exports.iter().for_each(|export| export.status.log_held_back());
+        daemon.exports.iter().for_each(|export| export.front_end.log_held_back());
         if let Some(why) = threads::ended(&daemon, &servers, control.as_ref()) {
             let ours = !daemon.is_handed.load(Ordering::SeqCst);
             broken = ours.then_some(why);
@@ -358,8 +441,8 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
     }
     stop.stops();
     tracing::info!("stopping: draining requests in flight, for {} s at most", daemon.drain_s);
-    servers.iter().for_each(VhostUserServer::ask_to_stop);
-    servers.take().into_iter().for_each(VhostUserServer::join);
+    servers.iter().for_each(ServedServer::ask_to_stop);
+    servers.take().into_iter().for_each(ServedServer::join);
     // Exports that have ended answer it at once.
     follower.into_iter().for_each(|follower| drop(follower.join()));
     // Serves until here, so that requests in flight can be inspected while the daemon stops. From now on there are
@@ -414,14 +497,6 @@ fn follow_size(daemon: &Daemon, number: usize, log: &Mutex<LogLimit>) {
     }
 }
 
-/// A checked export.
-struct Wanted {
-    share: Share,
-    socket: SocketConfig,
-    serial: SerialId,
-    rate: RateSlot,
-}
-
 /// How long we wait for images.
 struct Patience<'a> {
     /// By which the user ends it.
@@ -432,6 +507,28 @@ struct Patience<'a> {
 }
 
 impl Patience<'_> {
+    /// Opens the device of this number. Later ones with the same address, if those share a connection, are opened with
+    /// it and put among `siblings`. `None` after a stop.
+    fn open_all(
+        &self,
+        specs: &[Spec],
+        number: usize,
+        is_served: bool,
+        siblings: &mut BTreeMap<usize, Device>,
+    ) -> Result<Option<Device>, ServeError> {
+        let spec = &specs[number];
+        let is_same = |other: &Spec| other.scheme == spec.scheme && other.body == spec.body;
+        let all: Vec<_> = (number..specs.len()).filter(|other| is_same(&specs[*other])).collect();
+        if all.len() == 1 || !Device::shares_connection(spec) {
+            return self.open(spec, is_served);
+        }
+        let specs = all.iter().map(|number| specs[*number].clone()).collect();
+        let mut opened = Device::open_all(specs, || Ok(Arc::clone(&self.connector)))?.into_iter();
+        let device = opened.next();
+        siblings.extend(all.into_iter().skip(1).zip(opened));
+        Ok(device)
+    }
+
     /// Opens a device. While its image is locked without a visible owner, it is tried again, unless it has no export.
     /// `None` after a stop.
     fn open(&self, spec: &Spec, is_served: bool) -> Result<Option<Device>, ServeError> {
@@ -465,16 +562,21 @@ impl Patience<'_> {
 
 /// Opens every device and checks every export; `None` after a stop.
 fn open(
-    plans: Vec<DiskPlan>,
+    mut plans: Vec<DiskPlan>,
     patience: &Patience<'_>,
     mut inherited: Option<&mut InheritedState>,
-) -> Result<Option<Vec<(ServedDevice, Vec<Wanted>)>>, ServeError> {
+) -> Result<Option<(Vec<ServedDevice>, Vec<Wanted>)>, ServeError> {
     let mut opened = Vec::new();
-    let mut exports = 0;
-    for mut plan in plans {
+    let mut wanted: Vec<Wanted> = Vec::new();
+    let take = |plan: &mut DiskPlan| -> Result<_, SpecError> {
         let share = plan.device.take_switch("share")?.unwrap_or(false);
-        let scheduler = take_device_scheduler(&mut plan.device)?;
-        let rate = take_own_rate(&mut plan.device)?;
+        Ok((share, take_device_scheduler(&mut plan.device)?, take_own_rate(&mut plan.device)?))
+    };
+    let options = plans.iter_mut().map(take).collect::<Result<Vec<_>, _>>()?;
+    let specs: Vec<_> = plans.iter().map(|plan| plan.device.clone()).collect();
+    // By number, those opened together with an earlier one.
+    let mut siblings = BTreeMap::new();
+    for (number, (plan, (share, scheduler, rate))) in plans.into_iter().zip(options).enumerate() {
         let name = plan.device.name.clone();
         let left = inherited.as_mut().and_then(|inherited| inherited.devices.pop_front());
         let (device, info) = if let Some(mut left) = left {
@@ -482,7 +584,16 @@ fn open(
             let info = left.info(device.info());
             (device, info)
         } else {
-            let Some(device) = patience.open(&plan.device, !plan.exports.is_empty())? else { return Ok(None) };
+            let device = match siblings.remove(&number) {
+                Some(device) => device,
+                None => match patience.open_all(&specs, number, !plan.exports.is_empty(), &mut siblings)? {
+                    Some(device) => device,
+                    None => return Ok(None),
+                },
+            };
+            if !plan.exports.is_empty() {
+                device.can_be_exported()?;
+            }
             let info = device.info().clone();
             (device, info)
         };
@@ -494,102 +605,106 @@ fn open(
             let cure = "add ?readonly=on, or ?share=on if the guests coordinate their writes; others destroy its data";
             return Err(SpecError::new(name, cause, cure).into());
         }
-        let mut wanted = Vec::new();
+        let of = ShareDevice { number: opened.len(), queues: device.queues_max(), orders: scheduler.orders() };
         for export in plan.exports {
-            let mut want = want(export, exports, device.queues_max())?;
-            if let Some(left) = inherited.as_ref().and_then(|inherited| inherited.exports.get(exports)) {
+            let Some(export) = add_namespace(&mut wanted, export, of)? else { continue };
+            let mut want = want(export, wanted.len(), of)?;
+            if let Some(left) = inherited.as_ref().and_then(|inherited| inherited.exports.get(wanted.len())) {
                 want.share.queues = left.made.into();
             }
-            want.share.device = opened.len();
-            want.share.device_queues = device.queues_max();
-            want.share.orders = scheduler.orders();
             wanted.push(want);
-            exports += 1;
         }
-        opened.push((ServedDevice::new(device, Arc::new(info), scheduler, rate), wanted));
+        opened.push(ServedDevice::new(device, Arc::new(info), scheduler, rate));
     }
-    Ok(Some(opened))
+    Ok(Some((opened, wanted)))
 }
 
-fn want(mut spec: Spec, number: usize, queues_max: usize) -> Result<Wanted, ServeError> {
-    if spec.scheme != "vhost-user-blk" {
-        let cause = format!("unknown kind of export '{}'", spec.scheme);
-        return Err(SpecError::new(&spec.name, cause, "use vhost-user-blk:SOCKET").into());
-    }
-    let queues = spec.take_number("queues", 1, u64::from(QUEUES_MAX))?;
-    let usual = || cpu_places().len().min(usize::from(QUEUES_MAX)).min(queues_max);
-    let queues = queues.map_or_else(usual, |queues| queues as usize);
-    let serial = spec.take("serial").unwrap_or_else(|| format!("blkyard-{number}"));
-    let serial = SerialId::new(&serial)
-        .map_err(|error| SpecError::new(&spec.name, error, "give up to 20 printable ASCII characters"))?;
-    let mode = spec.take_with(MODE_KEY, MODE_WANTED, parse_mode)?;
-    let group = spec.take("group").map(|name| group_number(&spec.name, &name)).transpose()?;
-    let named = spec.take_with("lanes", "numbers of lanes, such as 0,1", |text| {
-        text.split(',').map(|lane| lane.trim().parse::<usize>().ok()).collect::<Option<Vec<_>>>()
-    })?;
-    let rate = RateSlot::new(take_own_rate(&mut spec)?);
-    let name = format!("{}:{}", spec.scheme, spec.body);
-    let path = PathBuf::from(&spec.body);
-    spec.finish()?;
-    let share = Share { name, queues, named, device: 0, device_queues: usize::MAX, orders: false };
-    Ok(Wanted { share, socket: SocketConfig { path, mode, group }, serial, rate })
-}
-
-/// The number of a group, by its name or number.
-fn group_number(object: &str, name: &str) -> Result<u32, SpecError> {
-    if let Ok(number) = name.parse() {
-        return Ok(number);
-    }
-    let groups = std::fs::read_to_string("/etc/group").unwrap_or_default();
-    let mut lines = groups.lines().map(|line| line.split(':').collect::<Vec<_>>());
-    let found = lines.find(|fields| fields.first() == Some(&name)).and_then(|fields| fields.get(2)?.parse().ok());
-    found
-        .ok_or_else(|| SpecError::new(object, format!("no such group '{name}'"), "name one of /etc/group, or a number"))
+/// The devices of an export.
+fn served_by(of: &[ExportedDevice], devices: &[Arc<ServedDevice>]) -> Vec<Arc<ServedDevice>> {
+    of.iter().map(|of| Arc::clone(&devices[of.device])).collect()
 }
 
 /// Binds the socket of the export of this number or continues with the inherited one, and creates its queues.
 fn bind(
-    served: &Arc<ServedDevice>,
-    device_index: usize,
+    devices: &[Arc<ServedDevice>],
     want: Wanted,
-    left: Option<VhostUserState>,
+    left: Option<ClientState>,
     (lanes, export): (&Arc<ServedLanes>, usize),
     tracked: &impl Fn(BoundSocket) -> std::io::Result<Arc<BoundSocket>>,
 ) -> Result<ReadyExport, ServeError> {
-    let info = served.info();
+    let served = served_by(&want.devices, devices);
+    let infos: Vec<_> = served.iter().map(|served| served.info()).collect();
     let Share { name, queues, .. } = want.share;
     let rate = Arc::new(want.rate);
     let maker = QueueMaker {
         lanes: Arc::clone(lanes),
         export,
-        device: Arc::clone(served),
+        protocol: want.protocol,
+        devices: served.clone(),
         serial: want.serial,
         rate: Arc::clone(&rate),
     };
     maker.register();
-    let remotes =
-        (0..queues).map(|queue| maker.make(queue)).collect::<Result<Vec<_>, _>>().map_err(ServeError::Queue)?;
+    if !matches!(want.protocol, ByProtocol::VhostUser(())) {
+        infos.iter().try_for_each(|info| check_is_namespace(&name, info))?;
+    }
+    let (remotes, problem) = maker.make_all(0..queues);
+    problem.map_or(Ok(()), |why| Err(ServeError::Queue(why)))?;
     let (socket, inherited) = match left {
-        Some(VhostUserState { listener, path, identity, offered, depth, wce, session, .. }) => {
+        None if want.target.is_some() => (None, None),
+        Some(ClientState { listener, path, identity, offered, depth, wce, session, .. }) => {
             let socket = BoundSocket::adopt(listener, path, identity);
-            (tracked(socket)?, Some(Inherited { offered, depth, wce, session }))
+            (Some(tracked(socket)?), Some(Inherited { offered, depth, wce, session }))
         }
-        None => (tracked(BoundSocket::bind(&want.socket)?)?, None),
+        None => (Some(tracked(BoundSocket::bind(&want.socket)?)?), None),
     };
-    let disk = BlkConfig::new(&info, queues as u16, SEG_MAX, info.volatile_cache);
-    let domains = served.device.dma_domains();
-    Ok(ReadyExport { name, socket, disk, remotes, domains, serial: want.serial, rate, device: device_index, inherited })
+    let watches = remotes.watches();
+    let domains = served.iter().flat_map(|served| served.device.dma_domains()).collect();
+    let namespaces = || {
+        let of = want.devices.iter().zip(&infos);
+        of.map(|(of, info)| (of.nsid.unwrap_or(1), DeviceInfo::clone(info))).collect::<Vec<_>>()
+    };
+    let config = match remotes {
+        ClientRemotes::VhostUser(remotes) => {
+            let info = &infos[0];
+            let disk = BlkConfig::new(info, queues as u16, SEG_MAX, info.volatile_cache);
+            ByProtocol::VhostUser(BackendConfig { name: name.clone(), disk, queues: remotes, domains })
+        }
+        ClientRemotes::NvmeTcp(remotes) => {
+            let Some(WantedTarget { address, nqn, hosts, referrals }) = want.target else {
+                unreachable!("a target has an address")
+            };
+            let disk = NvmeTcpDisk::new(nqn, namespaces(), queues as u16, want.serial.to_string());
+            let disk = hosts.map_or_else(|| disk.clone(), |hosts| disk.clone().with_hosts(hosts));
+            let disk = disk.with_referrals(referrals);
+            let listener = TcpListener::bind(address).map_err(|source| {
+                SpecError::new(&name, format!("{address}: {source}"), "name an address of this machine and a free port")
+            })?;
+            let config = NvmeTcpExport { name: name.clone(), disk, queues: remotes, domains };
+            ByProtocol::NvmeTcp((config, listener))
+        }
+        ClientRemotes::VfioUser(remotes) => {
+            let namespaces = namespaces();
+            let path = std::path::absolute(&want.socket.path).unwrap_or_else(|_| want.socket.path.clone());
+            let disk = NvmeDisk::of_namespaces(namespaces, queues as u16, want.serial.to_string())
+                .with_name(path.to_string_lossy())
+                .with_doorbells(want.doorbells)
+                .with_pci_id(want.pci_id);
+            ByProtocol::VfioUser(VfioUserExport { name: name.clone(), disk, queues: remotes, domains })
+        }
+    };
+    let (serial, devices) = (want.serial, want.devices);
+    Ok(ReadyExport { name, socket, config, queues: watches, serial, rate, devices, inherited })
 }
 
 /// How each lane is made.
 fn lane_configs(args: &ServeArgs) -> impl Fn(usize) -> LaneConfig + Send + Sync + 'static {
-    let cpus = args.cpus.clone();
+    let (cpus, machine) = (args.cpus.clone(), cpu_places());
     let policy = args.spin_us.map_or_else(IdlePolicy::default, |us| IdlePolicy { spin_ns: us * 1000 });
-    move |lane| LaneConfig {
-        name: format!("lane{lane}"),
-        cpus: (!cpus.is_empty()).then(|| vec![cpus[lane % cpus.len()]]),
-        policy,
-        ring: RingConfig { outstanding_max: 16_384, pollers_max: 4096, ..RingConfig::default() },
+    move |lane| {
+        let (cpus, node) = pin_lane(&cpus, &machine, lane);
+        let ring = RingConfig { outstanding_max: 16_384, pollers_max: 4096, ..RingConfig::default() };
+        LaneConfig { name: format!("lane{lane}"), cpus, node, policy, ring }
     }
 }
 
@@ -626,23 +741,44 @@ fn introduce(devices: &[Arc<ServedDevice>], exports: &[(ReadyExport, Vec<usize>)
     /// Exports that are printed, in readable number.
     const INTRODUCED_MAX: usize = 64;
     for (export, lane_of) in exports.iter().take(INTRODUCED_MAX) {
-        let device = &devices[export.device].device;
-        let info = devices[export.device].info();
-        let access = if info.read_only { ", read-only" } else { "" };
-        say(format_args!("{}: {}{access}; {}", info.name, show_size(info.capacity_sectors << 9), device.describe()));
-        say(format_args!("  on {} with {} queues, on lanes {lane_of:?} of {lanes}", export.name, export.remotes.len()));
+        for of in &export.devices {
+            let (device, info) = (&devices[of.device].device, devices[of.device].info());
+            let access = if info.read_only { ", read-only" } else { "" };
+            let nsid = of.nsid.filter(|_| export.devices.len() > 1);
+            let nsid = nsid.map(|nsid| format!("namespace {nsid}: ")).unwrap_or_default();
+            let size = show_size(info.capacity_sectors << 9);
+            say(format_args!("{nsid}{}: {size}{access}; {}", info.name, device.describe()));
+        }
+        say(format_args!("  on {} with {} queues, on lanes {lane_of:?} of {lanes}", export.name, export.queues.len()));
     }
     if exports.len() > INTRODUCED_MAX {
         say(format_args!("and {} more exports; blkyard inspect shows them", exports.len() - INTRODUCED_MAX));
     }
     let absolute = |path: &Path| std::path::absolute(path).unwrap_or_else(|_| path.into());
-    let sockets: Vec<_> = exports.iter().map(|(export, _)| absolute(export.socket.path())).collect();
-    let queues = exports.iter().map(|(export, _)| export.remotes.len());
-    let what = match exports.len() {
+    for (export, _) in exports.iter().take(INTRODUCED_MAX) {
+        if let ByProtocol::NvmeTcp((config, listener)) = &export.config
+            && let Ok(address) = listener.local_addr()
+        {
+            let (ip, port, nqn) = (address.ip(), address.port(), config.disk.nqn());
+            say(format_args!("connect to {} with\n  nvme connect -t tcp -a {ip} -s {port} -n {nqn}", export.name));
+        }
+    }
+    let local: Vec<_> = exports.iter().filter_map(|(export, _)| Some((export, export.socket.as_ref()?))).collect();
+    if local.is_empty() {
+        return;
+    }
+    let sockets: Vec<_> = local.iter().map(|(_, socket)| absolute(socket.path())).collect();
+    let disks = local.iter().zip(&sockets).map(|((export, _), socket)| QemuDisk {
+        socket,
+        queues: export.queues.len(),
+        is_nvme: matches!(export.config, ByProtocol::VfioUser(_)),
+    });
+    let what = match local.len() {
         0..=1 => "it".into(),
-        2..=qemu::DISKS_MAX => "all disks; each has a -chardev and a -device".into(),
-        _ => format!("the first {} disks, its maximum; each has a -chardev and a -device", qemu::DISKS_MAX),
+        2..=qemu::DISKS_MAX => "all disks; each has a -device of its own".into(),
+        _ => format!("the first {} disks, its maximum; each has a -device of its own", qemu::DISKS_MAX),
     };
-    say(format_args!("start a virtual machine with {what} ({}):", qemu::VERSIONS));
-    say(format_args!("  {}", qemu::command(sockets.iter().map(PathBuf::as_path).zip(queues))));
+    let versions = qemu::versions(disks.clone());
+    say(format_args!("start a virtual machine with {what} ({versions}):"));
+    say(format_args!("  {}", qemu::command(disks)));
 }

@@ -1,14 +1,12 @@
 //! The threads of a daemon: detection of those that have ended by themselves.
 
-use blkyard_export::VhostUserServer;
-
 use crate::control::ControlServer;
-use crate::daemon::Daemon;
+use crate::daemon::{Daemon, ServedServer};
 use crate::log;
 
 /// Says which thread has ended by itself, if one has: the daemon is not whole any more, and is to end. `servers` are
 /// the exports of the daemon, in their order.
-pub fn ended(daemon: &Daemon, servers: &[VhostUserServer], control: Option<&ControlServer>) -> Option<String> {
+pub fn ended(daemon: &Daemon, servers: &[ServedServer], control: Option<&ControlServer>) -> Option<String> {
     // Known before the thread ends, which may take as long as its I/O in flight.
     if let Some(name) = log::panicked_thread() {
         return Some(format!("thread {name} panicked"));

@@ -4,10 +4,9 @@ use std::fmt::Write;
 use std::time::Instant;
 
 use blkyard::Device;
-use blkyard_export::VirtqueueWatch;
 use blkyard_mq::{OpClass, OpSnapshot, StatsSnapshot};
 
-use crate::daemon::Daemon;
+use crate::daemon::{ClientWatch, Daemon};
 use crate::inspect::{op_name, show_time};
 use crate::log::say;
 
@@ -36,8 +35,9 @@ impl Watch {
     /// Prints the counters of each since the last call.
     pub fn print(&mut self, daemon: &Daemon) {
         for (watched, export) in self.exports.iter_mut().zip(&daemon.exports) {
-            let state = if export.status.is_connected() { "" } else { " (no front-end)" };
-            for line in watched.lines(&daemon.devices[export.device].device, &export.queues()) {
+            let state = if export.front_end.is_connected() { "" } else { " (no front-end)" };
+            let devices: Vec<_> = export.devices.iter().map(|of| &daemon.devices[of.device].device).collect();
+            for line in watched.lines(&devices, &export.queues()) {
                 say(format_args!("{}{state}: {line}", export.name));
             }
         }
@@ -46,9 +46,9 @@ impl Watch {
 
 impl WatchedExport {
     /// Lines since the last call: one for each kind of I/O, and one for errors.
-    fn lines(&mut self, device: &Device, queues: &[VirtqueueWatch]) -> Vec<String> {
+    fn lines(&mut self, devices: &[&Device], queues: &[ClientWatch]) -> Vec<String> {
         let mut now = StatsSnapshot::default();
-        queues.iter().filter_map(VirtqueueWatch::stats).for_each(|stats| now.merge(&stats.snapshot()));
+        queues.iter().flat_map(ClientWatch::stats).for_each(|stats| now.merge(&stats.snapshot()));
         let seconds = self.at.elapsed().as_secs_f64().max(1e-9);
         self.at = Instant::now();
         let ops = OpClass::ALL.map(|class| (class, now.op(class).since(self.before.op(class))));
@@ -57,8 +57,8 @@ impl WatchedExport {
         if lines.is_empty() {
             lines.push("0 IOPS".into());
         }
-        let refusals = queues.iter().filter_map(VirtqueueWatch::refusals).map(|refusals| refusals.total()).sum::<u64>();
-        let bounced = device.counters().get("bounced").copied().unwrap_or(0);
+        let refusals = queues.iter().flat_map(ClientWatch::refusals).map(|(_, count)| count).sum::<u64>();
+        let bounced = devices.iter().filter_map(|device| device.counters().get("bounced").copied()).sum::<u64>();
         let trouble = [
             ("failed", ops.iter().map(|(_, op)| op.errors).sum()),
             ("refused", (now.refused + refusals).saturating_sub(self.refused)),

@@ -49,6 +49,10 @@ impl LoggedProcess {
         self.process.signal(signal);
     }
 
+    fn hang(&self) {
+        self.process.hang();
+    }
+
     /// Its exit status, which it must have within this time.
     fn ended(&mut self, within: Duration) -> ExitStatus {
         let status = self.process.ended_within(within);
@@ -104,11 +108,6 @@ fn threads(process: &LoggedProcess) -> Vec<(char, u64)> {
     std::fs::read_dir(folder).unwrap().filter_map(status).collect()
 }
 
-/// Waits until a process has stopped after SIGSTOP.
-fn wait_until_stopped(process: &LoggedProcess) {
-    wait_until("the process is stopped", || threads(process).iter().all(|&(state, _)| state == 'T'));
-}
-
 /// Waits until all threads of a client sleep. Its back-end completes nothing: all it can submit is submitted then.
 fn wait_until_asleep(process: &LoggedProcess) {
     let mut before = Vec::new();
@@ -162,8 +161,7 @@ impl Chain {
 
     /// Stops the first daemon, and waits until it has in flight all that the client submits.
     fn hang(&self) {
-        self.first.signal(Signal::STOP);
-        wait_until_stopped(&self.first);
+        self.first.hang();
         wait_until("the queue fills", || self.queue()["now"]["in_flight"] == 4);
     }
 
@@ -218,7 +216,7 @@ fn idle_daemon_ends_although_its_back_end_is_silent() {
     let mut chain = Chain::start("--drain-s 2");
     chain.client.signal(Signal::KILL);
     chain.second.wait_until("the client has left", |said| said.contains("the front-end left"));
-    chain.first.signal(Signal::STOP);
+    chain.first.hang();
     chain.second.signal(Signal::TERM);
     let status = chain.second.ended(PATIENCE);
     // No request is in flight, so none is left.
@@ -350,8 +348,7 @@ fn bench_ends_at_a_signal_although_its_back_end_is_silent() {
     check_bench_ends("null:1G", &[(Signal::INT, "int"), (Signal::TERM, "term")], |silence| {
         let before = completed(&queue(silence.folder));
         wait_until("the client does I/O", || completed(&queue(silence.folder)) > before);
-        silence.daemon.signal(Signal::STOP);
-        wait_until_stopped(silence.daemon);
+        silence.daemon.hang();
         wait_until_asleep(silence.bench);
     });
 }

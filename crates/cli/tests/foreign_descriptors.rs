@@ -22,6 +22,7 @@ use back_end::{GET_CONFIG, GET_INFLIGHT_FD, agree};
 use blkyard_sys::send_fds;
 use common::{Daemon, Process, program, succeed};
 use fuse::{FLUSH, Fuse, STATFS};
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::net::{SendFlags, sockopt};
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -215,6 +216,70 @@ fn a_descriptor_that_blocks_on_close_does_not_keep_a_daemon_from_ending() {
 #[test]
 fn a_descriptor_that_blocks_on_close_does_not_keep_images_of_a_killed_daemon_locked() {
     survives("killed");
+}
+
+/// A message of vfio-user.
+fn vfio_user_message(command: u16, payload: &[u8]) -> Vec<u8> {
+    let size = 16 + payload.len() as u32;
+    [&1_u16.to_le_bytes()[..], &command.to_le_bytes(), &size.to_le_bytes(), &[0; 8], payload].concat()
+}
+
+/// Reads a reply of vfio-user; whether it is an error.
+fn is_vfio_user_error(mut stream: &UnixStream) -> bool {
+    const ERROR: u8 = 1 << 5;
+    let mut header = [0; 16];
+    stream.read_exact(&mut header).unwrap();
+    let size = u32::from_le_bytes(header[4..8].try_into().unwrap()) as usize;
+    stream.read_exact(&mut vec![0; size - header.len()]).unwrap();
+    header[8] & ERROR != 0
+}
+
+#[test]
+fn an_nvme_clients_descriptor_is_refused_and_holds_nobody() {
+    let (version, map, set_interrupts) = (1, 2, 8);
+    let words = |words: &[u32]| words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<_>>();
+    let messages = [
+        // All of a page, readable and writable, at the address 1000h.
+        (map, words(&[32, 3, 0, 0, 0x1000, 0, 0x1000, 0])),
+        // The eventfd of the first MSI-X vector.
+        (set_interrupts, words(&[20, 0x24, 2, 0, 1])),
+    ];
+    let ground = tempfile::tempdir().unwrap();
+    for (name, mut weapon) in Weapon::all(ground.path()) {
+        let folder = tempfile::tempdir_in(ground.path()).unwrap();
+        let folder = folder.path();
+        let mut daemon = serving(folder, "file:a.img");
+        daemon.args(["--device", "ram:1M", "--export", "vfio-user:n?queues=1"]);
+        let mut daemon = Daemon::launch(&mut daemon).process;
+        let greeted = || {
+            let mut stream = connect(folder, "n");
+            stream.write_all(&vfio_user_message(version, b"\0\0\x01\0{}\0")).unwrap();
+            assert!(!is_vfio_user_error(&stream), "{name}: the version is refused");
+            stream
+        };
+        for (command, payload) in &messages {
+            let stream = greeted();
+            weapon.send(&stream, &vfio_user_message(*command, payload));
+            assert!(is_vfio_user_error(&stream), "{name}: command {command} is accepted with it");
+            // The next descriptor is judged by itself.
+            let memory = memfd_create("memory", MemfdFlags::CLOEXEC).unwrap();
+            ftruncate(&memory, 0x1000).unwrap();
+            let (map, page) = &messages[0];
+            send(&stream, &vfio_user_message(*map, page), &[memory.as_fd()]);
+            assert!(!is_vfio_user_error(&stream), "{name}: memory after it is refused");
+            // Unread, in the middle of a message.
+            weapon.send(&stream, b"x");
+            // The process that sent it may have the connection as well.
+            let _ = stream.shutdown(std::net::Shutdown::Both);
+        }
+        // Once more, so that it exists when the daemon ends.
+        let stream = greeted();
+        weapon.send(&stream, &vfio_user_message(map, &messages[0].1));
+        drop(is_served(folder, "a", name));
+        daemon.signal(Signal::TERM);
+        let status = ended(&mut daemon, name);
+        assert!(status.success(), "{name}: it ends badly: {status}");
+    }
 }
 
 /// A back-end's sessions: an honest one that ends, an attacking one, and an honest one, which continues.

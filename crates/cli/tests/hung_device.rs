@@ -31,7 +31,7 @@ fn hang(folder: &Path) -> (Daemon, Daemon, Process) {
         let reads = |queue: usize| inspect(folder, &[])["exports"][0]["queues"][queue]["ops"]["read"]["ios"].as_u64();
         reads(0) > Some(0) && reads(1) > Some(0)
     });
-    back_end.signal(Signal::STOP);
+    back_end.hang();
     (back_end, daemon, load)
 }
 

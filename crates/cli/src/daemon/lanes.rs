@@ -2,8 +2,8 @@
 //!
 //! [The rule](super::placement) gives each queue a lane; queues of an export on the same lane share a hardware queue.
 //! The rule works for any number of lanes and any scheduler, so both can change while guests do I/O. Only queues whose
-//! lane changes move, one after another, and each continues from the same position. If all virtqueues of a hardware
-//! queue have the same new lane, the hardware queue moves as a whole; otherwise its virtqueues leave one by one. A
+//! lane changes move, one after another, and each continues from the same position. If all client queues of a hardware
+//! queue have the same new lane, the hardware queue moves as a whole; otherwise its client queues leave one by one. A
 //! queue that is not served only has an assigned lane.
 //!
 //! Locks: the lock of an export is held while its queues are added, moved or removed. This waits for lanes, each time
@@ -15,16 +15,20 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::ops::{Deref, DerefMut};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use blkyard::DeviceQueue;
 use blkyard::spec::SpecError;
-use blkyard_export::{DetachedVirtqueue, PartError, VirtqueueMover, VirtqueuePoller};
-use blkyard_mq::{HwQueue, IdlePolicy};
-use blkyard_os::{ANSWER_MAX, LaneConfig, LaneError, LaneThread, Lanes, MakePoller, Moves, NotAdmitted, REST_MAX};
+use blkyard_export::{HwQueueSet, PartError};
+use blkyard_mq::IdlePolicy;
+use blkyard_os::{
+    ANSWER_MAX, LaneConfig, LaneError, LaneThread, Lanes, MakePoller, Moves, NodeThreads, NotAdmitted, REST_MAX,
+};
 
 use super::placement::{Share, deal};
+use super::protocols::{ClientMover, DetachedClient, ServedPoller};
 
 /// Maximum number of lanes of one daemon, above the number of CPUs that one disk can use.
 pub const LANES_MAX: u64 = 256;
@@ -43,14 +47,18 @@ pub enum SetLanesError {
     Lane(#[from] LaneError),
 }
 
-/// Makes a hardware queue of an export's device for this number of virtqueues.
-pub(crate) type MakeHwQueue = Box<dyn Fn(usize) -> Result<HwQueue<DeviceQueue>, String> + Send>;
+/// Makes a hardware queue of each device of an export for this number of client queues.
+pub(crate) type MakeHwQueue = Arc<dyn Fn(usize) -> Result<HwQueueSet<DeviceQueue>, String> + Send + Sync>;
 
 /// The running lanes, and the placement of all queues. A queue has a lane from the start, and is served there only
 /// while a front-end needs it (see [`blkyard_export::on_demand_queue`]).
 pub struct ServedLanes {
-    lanes: Mutex<Lanes<VirtqueuePoller<DeviceQueue>>>,
+    lanes: Mutex<Lanes<ServedPoller>>,
+    /// Make queues on the NUMA nodes of their lanes.
+    nodes: NodeThreads,
     exports: Vec<ExportPlacement>,
+    /// Number of queues made so far.
+    streams: AtomicU32,
 }
 
 /// One export.
@@ -76,7 +84,7 @@ struct PlacedQueue {
     /// Its lane by the rule. A served queue is on the lane of its hardware queue until it moves or is opened again.
     lane: usize,
     /// Unset before the queue is made.
-    mover: Option<VirtqueueMover>,
+    mover: Option<ClientMover>,
 }
 
 /// A running hardware queue.
@@ -84,9 +92,9 @@ struct PlacedHwQueue {
     /// Poller number among all lanes.
     number: u32,
     lane: usize,
-    /// Number of virtqueues it was made for.
+    /// Number of client queues it was made for.
     capacity: usize,
-    /// Whether it was made with the tags of one virtqueue, for a scheduler that orders.
+    /// Whether it was made with the tags of one client queue, for a scheduler that orders.
     is_narrow: bool,
     /// Indexes of the queues it serves.
     queues: Vec<usize>,
@@ -177,7 +185,7 @@ impl PlacedExport {
         self.hw_queues.iter().position(|hw| hw.number == number)
     }
 
-    /// Removes this virtqueue from its hardware queue.
+    /// Removes this client queue from its hardware queue.
     fn forget(&mut self, queue: usize) {
         self.hw_queues.iter_mut().for_each(|hw| hw.queues.retain(|other| *other != queue));
     }
@@ -224,12 +232,24 @@ impl ServedLanes {
             ExportPlacement { share: Mutex::new(share), placed: Mutex::new(placed), seen }
         };
         let exports = shares.into_iter().map(place).collect();
-        Ok(ServedLanes { lanes: Mutex::new(Lanes::start(count, config)?), exports })
+        let (nodes, streams) = (NodeThreads::default(), AtomicU32::new(0));
+        Ok(ServedLanes { lanes: Mutex::new(Lanes::start(count, config)?), nodes, exports, streams })
     }
 
     /// The lanes, locked; to be held briefly.
-    pub(crate) fn lanes(&self) -> MutexGuard<'_, Lanes<VirtqueuePoller<DeviceQueue>>> {
+    pub(crate) fn lanes(&self) -> MutexGuard<'_, Lanes<ServedPoller>> {
         lock(&self.lanes)
+    }
+
+    /// Stream number of one more queue, by which schedulers distinguish queues.
+    pub(crate) fn new_stream(&self) -> u32 {
+        self.streams.fetch_add(1, Relaxed).wrapping_add(1)
+    }
+
+    /// Runs `make` on a thread whose memory is on the NUMA node of this lane, if the lane has one.
+    pub(crate) fn near<T: Send + 'static>(&self, lane: usize, make: impl FnOnce() -> T + Send + 'static) -> T {
+        let node = self.lanes().config(lane).node;
+        self.nodes.run(node, make)
     }
 
     /// Number of lanes.
@@ -268,20 +288,20 @@ impl ServedLanes {
     }
 
     /// Sets the handle that moves a queue; required before the queue is served.
-    pub fn move_by(&self, export: usize, queue: usize, mover: VirtqueueMover) {
+    pub fn move_by(&self, export: usize, queue: usize, mover: ClientMover) {
         self.changing(export).queues[queue].mover = Some(mover);
     }
 
-    /// Serves a virtqueue on its lane by the hardware queue that its export has there.
+    /// Serves a client queue on its lane by the hardware queue that its export has there.
     ///
     /// # Errors
     /// The device has no more queues, or the lane is full, has ended or does not respond: object, cause, cure.
-    pub fn open(&self, export: usize, queue: usize, virtqueue: DetachedVirtqueue) -> Result<(), String> {
+    pub fn open(&self, export: usize, queue: usize, client: DetachedClient) -> Result<(), String> {
         let mut placed = self.changing(export);
-        // Retries an earlier removal. A hardware queue that stays has no virtqueues and is skipped.
+        // Retries an earlier removal. A hardware queue that stays has no client queues and is skipped.
         let _ = self.remove_unused(&mut placed);
         let lane = placed.queues[queue].lane;
-        self.serve(export, &mut placed, queue, lane, virtqueue)
+        self.serve(export, &mut placed, queue, lane, client)
     }
 
     /// Ends the service of a drained queue; its placement stays.
@@ -294,29 +314,29 @@ impl ServedLanes {
         self.remove_unused(&mut placed)
     }
 
-    /// Serves a virtqueue on this lane, or on another hardware queue of its export if the device has no more queues.
+    /// Serves a client queue on this lane, or on another hardware queue of its export if the device has no more queues.
     fn serve(
         &self,
         export: usize,
         placed: &mut PlacedExport,
         queue: usize,
         lane: usize,
-        mut virtqueue: DetachedVirtqueue,
+        mut client: DetachedClient,
     ) -> Result<(), String> {
         let living = |hw: &PlacedHwQueue| !hw.queues.is_empty();
         let on_lane = placed.hw_queues.iter().position(|hw| living(hw) && hw.lane == lane);
         if let Some(hw) = on_lane {
-            match adopt(placed, hw, queue, virtqueue) {
+            match adopt(placed, hw, queue, client) {
                 Ok(()) => return Ok(()),
-                // All virtqueues of that hardware queue are being closed, and it ends with them.
-                Err((PartError::Gone, Some(back))) => virtqueue = back,
+                // All client queues of that hardware queue are being closed, and it ends with them.
+                Err((PartError::Gone, Some(back))) => client = back,
                 Err((error, _)) => return Err(error.to_string()),
             }
         }
-        match self.make(export, placed, placed.planned(lane).max(1)) {
+        match self.make(export, placed, lane, placed.planned(lane).max(1)) {
             Ok(made) => {
                 let number = self.lanes().reserve(lane).map_err(|error| error.to_string())?;
-                let admitted = self.admit(placed, queue, (number, lane), made, virtqueue);
+                let admitted = self.admit(placed, queue, (number, lane), made, client);
                 admitted.map_err(|NotAdmitted { error, .. }| {
                     self.lanes().forget(number);
                     error.to_string()
@@ -325,39 +345,39 @@ impl ServedLanes {
             // The device has no more queues: uses a hardware queue on another lane.
             Err(why) => {
                 let other = placed.hw_queues.iter().position(living).ok_or(why)?;
-                adopt(placed, other, queue, virtqueue).map_err(|(error, _)| error.to_string())
+                adopt(placed, other, queue, client).map_err(|(error, _)| error.to_string())
             }
         }
     }
 
-    /// A hardware queue of an export's device for these virtqueues.
-    fn make(&self, export: usize, placed: &PlacedExport, queues: usize) -> Result<MadeHwQueue, String> {
-        let make = placed.make.as_ref().ok_or_else(|| format!("{}: it is not served yet; try again", placed.name))?;
-        let Share { queues: all, device_queues, .. } = self.share(export);
-        // If a larger replacement is impossible, it is made for all planned virtqueues.
-        let capacity = if device_queues < usize::MAX { all } else { queues };
-        let hw = make(capacity)?;
+    /// A hardware queue of an export's device for these client queues, made for this lane.
+    fn make(&self, export: usize, placed: &PlacedExport, lane: usize, queues: usize) -> Result<MadeHwQueue, String> {
+        let make = placed.make.clone().ok_or_else(|| format!("{}: it is not served yet; try again", placed.name))?;
+        let share = self.share(export);
+        // If a larger replacement is impossible, it is made for all planned client queues.
+        let capacity = if share.is_limited() { share.queues } else { queues };
+        let hw = self.near(lane, move || make(capacity))?;
         // The scheduler it was made with: the device's scheduler may have changed meanwhile.
-        let is_narrow = hw.scheduler().orders();
+        let is_narrow = hw.orders();
         Ok(MadeHwQueue { hw, capacity, is_narrow })
     }
 
-    /// Adds a new hardware queue with its first virtqueue to a lane with reserved room.
+    /// Adds a new hardware queue with its first client queue to a lane with reserved room.
     fn admit(
         &self,
         placed: &mut PlacedExport,
         queue: usize,
         (number, lane): (u32, usize),
         MadeHwQueue { hw, capacity, is_narrow }: MadeHwQueue,
-        virtqueue: DetachedVirtqueue,
-    ) -> Result<(), NotAdmitted<VirtqueuePoller<DeviceQueue>>> {
-        let admission = self.lanes().begin_admit(number, Box::new(move || VirtqueuePoller::of_detached(hw, virtqueue)));
+        client: DetachedClient,
+    ) -> Result<(), NotAdmitted<ServedPoller>> {
+        let admission = self.lanes().begin_admit(number, Box::new(move || client.into_poller(hw)));
         admission.wait(ANSWER_MAX)?;
         placed.hw_queues.push(PlacedHwQueue { number, lane, capacity, is_narrow, queues: vec![queue] });
         Ok(())
     }
 
-    /// Removes hardware queues without virtqueues from their lanes.
+    /// Removes hardware queues without client queues from their lanes.
     fn remove_unused(&self, placed: &mut PlacedExport) -> Result<(), LaneError> {
         let mut removed = Ok(());
         placed.hw_queues.retain(|hw| {
@@ -385,21 +405,21 @@ impl ServedLanes {
     /// # Errors
     /// The export names a lane that does not exist.
     pub fn set_queues(&self, export: usize, queues: usize) -> Result<(), SpecError> {
-        let device = {
+        let devices = {
             let mut share = lock(&self.exports[export].share);
             share.queues = queues;
-            share.device
+            share.devices.clone()
         };
-        for (export, lanes) in self.deal_device(device)? {
+        for (export, lanes) in self.deal_devices(|share| devices.iter().any(|device| share.serves(device.number)))? {
             self.changing(export).plan(&lanes);
         }
         Ok(())
     }
 
-    /// The lanes of the queues of each of a device's exports by the rule.
-    fn deal_device(&self, device: usize) -> Result<Vec<(usize, Vec<usize>)>, SpecError> {
+    /// The lanes of the queues of these exports by the rule.
+    fn deal_devices(&self, which: impl Fn(&Share) -> bool) -> Result<Vec<(usize, Vec<usize>)>, SpecError> {
         let places = self.deal(self.count())?.into_iter().enumerate();
-        Ok(places.filter(|(export, _)| self.share(*export).device == device).collect())
+        Ok(places.filter(|(export, _)| which(&self.share(*export))).collect())
     }
 
     /// Changes the number of lanes under load. Returns when every queue is on its lane by the rule and surplus lanes
@@ -433,7 +453,10 @@ impl ServedLanes {
     /// See [`ServedLanes::place_device`].
     pub fn set_orders(&self, device: usize, orders: bool) -> Result<Moves, SetLanesError> {
         let shares = self.exports.iter().map(|export| lock(&export.share));
-        shares.filter(|share| share.device == device).for_each(|mut share| share.orders = orders);
+        for mut share in shares {
+            let known = share.devices.iter_mut().filter(|known| known.number == device);
+            known.for_each(|known| known.orders = orders);
+        }
         self.place_device(device)
     }
 
@@ -443,7 +466,7 @@ impl ServedLanes {
     /// A queue does not drain, the device has no more queues, or a lane has ended or does not respond: earlier moves
     /// stay, and another call completes the change.
     pub fn place_device(&self, device: usize) -> Result<Moves, SetLanesError> {
-        self.place(self.deal_device(device)?)
+        self.place(self.deal_devices(|share| share.serves(device))?)
     }
 
     /// Moves the queues of these exports to these lanes, where they share a hardware queue with others of their export.
@@ -507,17 +530,17 @@ impl ServedLanes {
             placed.hw_queues[index].lane = *lane;
         }
         for (lane, queues) in by_lane {
-            // The hardware queue may have lost its last virtqueue to another lane.
+            // The hardware queue may have lost its last client queue to another lane.
             self.remove_unused(placed)?;
             let mut home = homes.get(&lane).copied().filter(|home| placed.index_of(*home).is_some());
-            let orders = self.share(export).orders;
+            let orders = self.share(export).orders();
             let capacity = |hw: &PlacedHwQueue| if hw.is_narrow && !orders { 1 } else { hw.capacity };
             let capacity = home.and_then(|home| placed.index_of(home)).map_or(0, |hw| capacity(&placed.hw_queues[hw]));
             // Includes the lane's queues that are not served now.
             let planned = placed.planned(lane);
             let mut new = None;
             if capacity < planned {
-                match self.make(export, placed, planned) {
+                match self.make(export, placed, lane, planned) {
                     Ok(made) => (home, new) = (None, Some(made)),
                     // The existing hardware queue serves all of them, with its present capacity.
                     Err(_) if home.is_some() => {}
@@ -560,18 +583,13 @@ impl ServedLanes {
     }
 
     /// Returns a poller to its previous lane.
-    fn put_back(
-        &self,
-        number: u32,
-        lane: usize,
-        make: MakePoller<VirtqueuePoller<DeviceQueue>>,
-    ) -> Result<(), LaneError> {
+    fn put_back(&self, number: u32, lane: usize, make: MakePoller<ServedPoller>) -> Result<(), LaneError> {
         self.lanes().place_on(number, lane);
         let admission = self.lanes().begin_admit(number, make);
         admission.wait(ANSWER_MAX).map_err(|refused| refused.error)
     }
 
-    /// Moves a virtqueue from its hardware queue to the one of this number, or to the new one. Returns the number,
+    /// Moves a client queue from its hardware queue to the one of this number, or to the new one. Returns the number,
     /// unless its session has ended meanwhile.
     fn transfer(
         &self,
@@ -598,8 +616,8 @@ impl ServedLanes {
         let reserved = new.as_ref().map(|_| self.lanes().reserve(lane)).transpose()?;
         let mover = placed.queues[queue].mover.clone();
         let parted = mover.ok_or(PartError::Gone).and_then(|mover| mover.part(REST_MAX, ANSWER_MAX));
-        let virtqueue = match parted {
-            Ok(virtqueue) => virtqueue,
+        let client = match parted {
+            Ok(client) => client,
             Err(error) => {
                 reserved.into_iter().for_each(|number| self.lanes().forget(number));
                 let PartError::Gone = error else { return Err(failed(error).into()) };
@@ -611,7 +629,7 @@ impl ServedLanes {
         placed.forget(queue);
         if let (Some(number), Some(made)) = (reserved, new.take()) {
             let (capacity, is_narrow) = (made.capacity, made.is_narrow);
-            let admitted = self.admit(placed, queue, (number, lane), made, virtqueue);
+            let admitted = self.admit(placed, queue, (number, lane), made, client);
             let Err(NotAdmitted { error, make }) = admitted else { return Ok(Some(number)) };
             match make {
                 Some(make) => {
@@ -632,19 +650,19 @@ impl ServedLanes {
             unreachable!("a queue leaves for a hardware queue that is there")
         };
         let lost = |why: String| SpecError::new(&name, why, "see the messages of the daemon");
-        match adopt(placed, index, queue, virtqueue) {
+        match adopt(placed, index, queue, client) {
             Ok(()) => Ok(home),
             // The front-end closes the queues there, and this one next.
-            Err((PartError::Gone, Some(virtqueue))) => {
-                self.serve(export, placed, queue, lane, virtqueue).map_err(lost)?;
+            Err((PartError::Gone, Some(client))) => {
+                self.serve(export, placed, queue, lane, client).map_err(lost)?;
                 Ok(placed.hw_queues.iter().find(|hw| hw.queues.contains(&queue)).map(|hw| hw.number))
             }
-            Err((error, virtqueue)) => {
+            Err((error, client)) => {
                 // The hardware queue that it left may have the one of the device that it needs now.
                 if let Err(error) = self.remove_unused(placed) {
                     tracing::warn!("{name}: {error}");
                 }
-                let back = virtqueue.map_or(Ok(()), |virtqueue| self.serve(export, placed, queue, was, virtqueue));
+                let back = client.map_or(Ok(()), |client| self.serve(export, placed, queue, was, client));
                 back.map_err(lost)?;
                 Err(failed(error).into())
             }
@@ -676,31 +694,31 @@ impl ServedLanes {
 
 /// A hardware queue that has no lane yet.
 struct MadeHwQueue {
-    hw: HwQueue<DeviceQueue>,
+    hw: HwQueueSet<DeviceQueue>,
     capacity: usize,
     is_narrow: bool,
 }
 
-/// Has a hardware queue serve one more virtqueue, through the first of its virtqueues that is not being closed.
+/// Has a hardware queue serve one more client queue, through the first of its client queues that is not being closed.
 fn adopt(
     placed: &mut PlacedExport,
     hw: usize,
     queue: usize,
-    mut virtqueue: DetachedVirtqueue,
-) -> Result<(), (PartError, Option<DetachedVirtqueue>)> {
+    mut client: DetachedClient,
+) -> Result<(), (PartError, Option<DetachedClient>)> {
     let PlacedExport { queues, hw_queues, .. } = placed;
     let members = hw_queues[hw].queues.iter();
     for member in members.filter_map(|member| queues[*member].mover.as_ref()) {
-        match member.adopt(virtqueue, ANSWER_MAX) {
+        match member.adopt(client, ANSWER_MAX) {
             Ok(()) => {
                 hw_queues[hw].queues.push(queue);
                 return Ok(());
             }
-            Err((PartError::Gone, Some(back))) => virtqueue = back,
+            Err((PartError::Gone, Some(back))) => client = back,
             failed => return failed,
         }
     }
-    Err((PartError::Gone, Some(virtqueue)))
+    Err((PartError::Gone, Some(client)))
 }
 
 impl fmt::Debug for ServedLanes {

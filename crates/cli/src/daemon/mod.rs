@@ -8,23 +8,27 @@
 
 mod lanes;
 mod placement;
+mod protocols;
 mod queue;
 
 use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use blkyard::Device;
 use blkyard::rate::RateSlot;
 use blkyard::spec::Spec;
-use blkyard_export::{VhostUserHand, VhostUserStatus, VirtqueueWatch};
 use blkyard_mq::{DeviceInfo, RateConfig, RateLimit, SchedulerConfig};
 use blkyard_virtio::SerialId;
 
 pub use lanes::{LANES_MAX, SeenPlaces, ServedLanes, SetLanesError};
-pub use placement::Share;
-pub(crate) use queue::{QueueMaker, depth_of};
+pub use placement::{Share, ShareDevice, pin_lane};
+pub use protocols::{
+    ByProtocol, ClientRemotes, ClientSessionState, ClientState, ClientWatch, FrontEndHandle, Protocol, ServedFrontEnd,
+    ServedServer,
+};
+pub(crate) use queue::{QueueMaker, depth_of_all};
 
 /// A device and the exports that serve it, as the user named them.
 #[derive(Debug, Clone)]
@@ -67,26 +71,19 @@ pub struct ServedDevice {
     scheduler: Mutex<SchedulerConfig>,
     /// Rate limit of all its exports together.
     pub rate: RateSlot,
-    /// Queues made for it so far.
-    streams: AtomicU32,
     changes: Mutex<()>,
 }
 
 impl ServedDevice {
     /// A device that is served as this.
     pub fn new(device: Device, info: Arc<DeviceInfo>, scheduler: SchedulerConfig, rate: RateConfig) -> ServedDevice {
-        let (info, scheduler, streams) = (Mutex::new(info), Mutex::new(scheduler), AtomicU32::new(0));
-        ServedDevice { device, info, scheduler, rate: RateSlot::new(rate), streams, changes: Mutex::new(()) }
+        let (info, scheduler) = (Mutex::new(info), Mutex::new(scheduler));
+        ServedDevice { device, info, scheduler, rate: RateSlot::new(rate), changes: Mutex::new(()) }
     }
 
     /// Serialises changes: the state is read, changed, recorded and sent to its users while this is held.
     pub fn change(&self) -> MutexGuard<'_, ()> {
         self.changes.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// The stream of one more queue: how schedulers know it from the others.
-    pub fn new_stream(&self) -> u32 {
-        self.streams.fetch_add(1, Relaxed).wrapping_add(1)
     }
 
     /// Scheduler of the bios that wait at its queues.
@@ -119,30 +116,42 @@ impl ServedDevice {
 pub struct ServedExport {
     /// As the user named it.
     pub name: String,
-    /// Index of its device.
-    pub device: usize,
-    /// Its session.
-    pub status: Arc<VhostUserStatus>,
-    /// For changing it.
-    pub hand: VhostUserHand,
+    /// Its devices: one, or each namespace of a controller.
+    pub devices: Vec<ExportedDevice>,
+    /// For inspecting and changing it.
+    pub front_end: ServedFrontEnd,
     /// Serial number of its disks.
     pub serial: SerialId,
     /// Rate limit of its queues together.
     pub rate: Arc<RateSlot>,
     /// Each queue. There may come more.
-    pub queues: Mutex<Vec<VirtqueueWatch>>,
+    pub queues: Mutex<Vec<ClientWatch>>,
     /// Requests in flight that each queue was made for.
     pub depth_max: usize,
 }
 
+/// A device of an export.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExportedDevice {
+    /// Index among the devices of the daemon.
+    pub device: usize,
+    /// Identifier of its namespace, if it is one.
+    pub nsid: Option<u32>,
+}
+
 impl ServedExport {
+    /// The number of a device of the daemon within the export, if the export serves it.
+    pub fn place_of(&self, device: usize) -> Option<u16> {
+        self.devices.iter().position(|known| known.device == device).map(|place| place as u16)
+    }
+
     /// Each queue that it has by now.
-    pub fn queues(&self) -> Vec<VirtqueueWatch> {
+    pub fn queues(&self) -> Vec<ClientWatch> {
         self.queues.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Notes that it has more queues.
-    pub fn add_queues(&self, queues: impl Iterator<Item = VirtqueueWatch>) {
+    pub fn add_queues(&self, queues: Vec<ClientWatch>) {
         self.queues.lock().unwrap_or_else(PoisonError::into_inner).extend(queues);
     }
 

@@ -1,15 +1,16 @@
 //! Construction of an export's queues: lane assignment at the start, and the queue itself when a front-end needs it.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use blkyard::rate::RateSlot;
 use blkyard::{Device, DeviceQueue};
-use blkyard_export::{
-    DetachedVirtqueue, QueueHost, QueueShare, VirtqueuePort, VirtqueueRemote, VirtqueueSession, on_demand_queue,
-};
+use blkyard_export::{DetachedQueue, HwQueueSet, QueueHost, QueuePort, QueueRemote, QueueShare, on_demand_queue};
 use blkyard_mq::{HwQueue, HwQueueConfig, QueueKind, TagSet};
+use blkyard_os::Ring;
 use blkyard_virtio::SerialId;
 
+use super::protocols::{ByProtocol, ClientRemotes, Protocol, ServedQueue};
 use super::{ServedDevice, ServedLanes};
 
 /// Parameters of an export's queues.
@@ -18,7 +19,9 @@ pub(crate) struct QueueMaker {
     pub(crate) lanes: Arc<ServedLanes>,
     /// Number of the export.
     pub(crate) export: usize,
-    pub(crate) device: Arc<ServedDevice>,
+    pub(crate) protocol: Protocol,
+    /// Its devices: one, or each namespace of a controller.
+    pub(crate) devices: Vec<Arc<ServedDevice>>,
     /// Serial number of the disk.
     pub(crate) serial: SerialId,
     /// Shared rate limit of its queues.
@@ -28,9 +31,13 @@ pub(crate) struct QueueMaker {
 impl QueueMaker {
     /// Registers the maker of the export's hardware queues with the lanes.
     pub(crate) fn register(&self) {
-        let (device, rate) = (Arc::clone(&self.device), Arc::clone(&self.rate));
-        let make = move |queues| make_hw_queue(&device, &rate, queues);
-        self.lanes.make_by(self.export, Box::new(make));
+        let (devices, rate) = (self.devices.clone(), Arc::clone(&self.rate));
+        let make = move |queues| {
+            let made = devices.iter().map(|device| make_hw_queue(device, &rate, queues)).collect::<Result<_, _>>()?;
+            HwQueueSet::new::<Ring>(made)
+                .map_err(|error| format!("events of its devices: {error}; raise the limit on open files"))
+        };
+        self.lanes.make_by(self.export, Arc::new(make));
     }
 
     /// Makes the queue of this index. It is served when a front-end starts its ring. If the device has a bounded number
@@ -38,26 +45,55 @@ impl QueueMaker {
     ///
     /// # Errors
     /// The device has no more queues, or the lane has no room: object, cause, cure.
-    pub(crate) fn make(&self, queue: usize) -> Result<VirtqueueRemote, String> {
-        let remote = on_demand_queue(Box::new(VirtqueueHost {
+    fn make<S: ServedQueue>(&self, queue: usize) -> Result<QueueRemote<S>, String> {
+        let remote = on_demand_queue(Box::new(ClientHost {
             maker: self.clone(),
             queue,
             // Stream number for schedulers.
-            stream: self.device.new_stream(),
+            stream: self.lanes.new_stream(),
         }));
-        self.lanes.move_by(self.export, queue, remote.mover());
-        if self.device.device.queues_max() < usize::MAX {
+        self.lanes.move_by(self.export, queue, S::mover(remote.mover()));
+        if self.devices.iter().any(|device| device.device.queues_max() < usize::MAX) {
             remote.open_for_good()?;
         }
         Ok(remote)
+    }
+
+    /// Makes the queues of these indexes, up to the first that cannot be made: the reason, then.
+    pub(crate) fn make_all(&self, queues: Range<usize>) -> (ClientRemotes, Option<String>) {
+        match self.protocol {
+            Protocol::VhostUser(()) => {
+                let (made, problem) = self.make_some(queues);
+                (ByProtocol::VhostUser(made), problem)
+            }
+            Protocol::VfioUser(()) => {
+                let (made, problem) = self.make_some(queues);
+                (ByProtocol::VfioUser(made), problem)
+            }
+            Protocol::NvmeTcp(()) => {
+                let (made, problem) = self.make_some(queues);
+                (ByProtocol::NvmeTcp(made), problem)
+            }
+        }
+    }
+
+    fn make_some<S: ServedQueue>(&self, queues: Range<usize>) -> (Vec<QueueRemote<S>>, Option<String>) {
+        let mut made = Vec::new();
+        for queue in queues {
+            match self.make(queue) {
+                Ok(remote) => made.push(remote),
+                Err(why) => return (made, Some(why)),
+            }
+        }
+        (made, None)
     }
 }
 
 /// Made before it is added to its lane: this takes as long as a hundred I/Os of the lane's other queues.
 fn make_hw_queue(device: &ServedDevice, rate: &RateSlot, queues: usize) -> Result<HwQueue<DeviceQueue>, String> {
     let (usual, scheduler) = (HwQueueConfig::default(), device.scheduler());
-    // Each virtqueue has as many bios and tags as with a private hardware queue. A scheduler that orders gets the tags
-    // of one.
+    // Each client queue has as many bios and tags as with a private hardware queue. A scheduler that orders gets the
+    // tags of one.
     let wanted = if scheduler.orders() { usual.depth } else { usual.depth * queues };
     let depth = wanted.min(device.device.depth_max()).min(TagSet::DEPTH_MAX);
     let config = HwQueueConfig { depth, scheduler, bios_max: usual.bios_max * queues, ..usual };
@@ -67,20 +103,23 @@ fn make_hw_queue(device: &ServedDevice, rate: &RateSlot, queues: usize) -> Resul
     Ok(hw)
 }
 
-/// Serves one virtqueue on its lane.
-struct VirtqueueHost {
+/// Serves one client queue on its lane.
+struct ClientHost {
     maker: QueueMaker,
     queue: usize,
     stream: u32,
 }
 
-impl QueueHost<VirtqueueSession> for VirtqueueHost {
-    fn open(&self, port: VirtqueuePort) -> Result<(), String> {
-        let QueueMaker { lanes, export, device, serial, .. } = &self.maker;
-        let share = QueueShare { bios: HwQueueConfig::default().bios_max, depth: depth_of(&device.device) };
-        let virtqueue = DetachedVirtqueue::new(*serial, port, share, self.stream);
-        let virtqueue = virtqueue.map_err(|error| format!("its kicks: {error}; raise the limit on open files"))?;
-        lanes.open(*export, self.queue, virtqueue)
+impl<S: ServedQueue> QueueHost<S> for ClientHost {
+    fn open(&self, port: QueuePort<S>) -> Result<(), String> {
+        let QueueMaker { lanes, export, devices, serial, .. } = &self.maker;
+        let depth = depth_of_all(devices);
+        let share = QueueShare { bios: HwQueueConfig::default().bios_max, depth, devices: devices.len() };
+        let lane = lanes.seen(*export).lanes.get(self.queue).copied().unwrap_or_default();
+        let (identity, stream) = (S::identity(*serial), self.stream);
+        let client = lanes.near(lane, move || DetachedQueue::new(identity, port, share, stream));
+        let client = client.map_err(|error| format!("its kicks: {error}; raise the limit on open files"))?;
+        lanes.open(*export, self.queue, S::detached(client))
     }
 
     fn close(&self) {
@@ -90,7 +129,8 @@ impl QueueHost<VirtqueueSession> for VirtqueueHost {
     }
 }
 
-/// Requests in flight of each queue of a device.
-pub(crate) fn depth_of(device: &Device) -> usize {
-    HwQueueConfig::default().depth.min(device.depth_max())
+/// Requests in flight of each queue of these devices, on the device that takes most.
+pub(crate) fn depth_of_all(devices: &[Arc<ServedDevice>]) -> usize {
+    let depth = |device: &Device| HwQueueConfig::default().depth.min(device.depth_max());
+    devices.iter().map(|served| depth(&served.device)).max().unwrap_or(1)
 }

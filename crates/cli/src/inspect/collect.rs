@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use blkyard::rate::{RateSlot, options};
-use blkyard_export::{QueueView, VirtqueueWatch};
+use blkyard_export::QueueView;
 use blkyard_mq::{
     HwQueueConfig, NamespaceSnapshot, Op, OpClass, QueueLimits, RequestSnapshot, RequestState, SchedulerSnapshot,
     StatsSnapshot,
@@ -15,10 +15,12 @@ use blkyard_mq::{
 use blkyard_os::{LaneConfig, LaneThread};
 
 use super::tree::{
-    DaemonNode, DeviceNode, ExportNode, LaneNode, LatencyNode, OpNode, QueueNode, QueueNow, RequestNode, SCHEMA,
-    SchedulerNode, SessionNode, TagsNode, Tree,
+    DaemonNode, DeviceNode, ExportNode, HostNode, LaneNode, LatencyNode, NamespaceNode, OpNode, QueueNode, QueueNow,
+    RequestNode, SCHEMA, SchedulerNode, SessionNode, SessionWait, TagsNode, TargetNode, Tree,
 };
-use crate::daemon::{Daemon, SeenPlaces, ServedDevice, ServedExport, ServedLanes};
+use crate::daemon::{
+    ByProtocol, ClientWatch, Daemon, ExportedDevice, SeenPlaces, ServedDevice, ServedExport, ServedLanes,
+};
 
 /// How long all queues together have to answer. A lane that turns does so within microseconds; one that sleeps is
 /// woken.
@@ -27,7 +29,7 @@ const ANSWER_TIME: Duration = Duration::from_secs(2);
 /// The tree as it is now.
 pub fn collect(daemon: &Daemon) -> Tree {
     let all: Vec<_> = daemon.exports.iter().map(ServedExport::queues).collect();
-    let asked: Vec<Vec<_>> = all.iter().map(|queues| queues.iter().map(VirtqueueWatch::look).collect()).collect();
+    let asked: Vec<Vec<_>> = all.iter().map(|queues| queues.iter().map(ClientWatch::look).collect()).collect();
     let seen: Vec<_> = (0..all.len()).map(|export| daemon.lanes.seen(export)).collect();
     let lanes = lane_nodes(&daemon.lanes, &seen);
     let until = Instant::now() + ANSWER_TIME;
@@ -35,10 +37,10 @@ pub fn collect(daemon: &Daemon) -> Tree {
         asked?.recv_timeout(until.saturating_duration_since(Instant::now())).ok()
     };
     let exports = daemon.exports.iter().zip(&all).zip(asked).enumerate().map(|(number, ((export, queues), asked))| {
-        let now = |queue: &VirtqueueWatch, asked| match wait(asked) {
+        let now = |queue: &ClientWatch, asked| match wait(asked) {
             Some(view) => Some(queue_now(&view)),
             None if queue.is_open() => None,
-            None => Some(queue_at_rest(export, &daemon.devices[export.device])),
+            None => Some(queue_at_rest(export, &daemon.devices[export.devices[0].device])),
         };
         let SeenPlaces { lanes, hardware_queues } = &seen[number];
         let queues = queues.iter().zip(lanes).zip(asked).enumerate();
@@ -46,7 +48,7 @@ pub fn collect(daemon: &Daemon) -> Tree {
             let node = queue_node(queue_number, queue, *lane, now(queue, asked));
             node.sharing(hardware_queues.iter().find(|numbers| numbers.contains(&queue_number)))
         });
-        export_node(number, export, queues.collect())
+        export_node(number, export, namespace_nodes(export, &all[number]), queues.collect())
     });
     Tree {
         schema: SCHEMA,
@@ -105,36 +107,86 @@ fn limits(limits: &QueueLimits) -> BTreeMap<String, u64> {
     all.map(|(name, limit)| (name.to_owned(), u64::from(limit))).into()
 }
 
-fn export_node(number: usize, export: &ServedExport, queues: Vec<QueueNode>) -> ExportNode {
-    let session = export.status.session().map(|session| SessionNode {
-        features: session.features.iter_names().map(|(name, _)| name.to_owned()).collect(),
-        memory_bytes: session.memory_bytes,
-        regions: session.regions,
-        has_channel: session.has_channel,
+/// The namespaces of an export, with their counters over all of its queues.
+fn namespace_nodes(export: &ServedExport, queues: &[ClientWatch]) -> Vec<NamespaceNode> {
+    let node = |(place, of): (usize, &ExportedDevice)| {
+        let mut stats = StatsSnapshot::default();
+        queues.iter().filter_map(|queue| queue.stats().get(place)).for_each(|queue| stats.merge(&queue.snapshot()));
+        Some(NamespaceNode { nsid: of.nsid?, device: of.device, ops: ops_of(&stats) })
+    };
+    export.devices.iter().enumerate().filter_map(node).collect()
+}
+
+fn ops_of(stats: &StatsSnapshot) -> BTreeMap<String, OpNode> {
+    OpClass::ALL.map(|class| (op_name(class).to_owned(), OpNode::of(stats.op(class)))).into()
+}
+
+fn export_node(
+    number: usize,
+    export: &ServedExport,
+    namespaces: Vec<NamespaceNode>,
+    queues: Vec<QueueNode>,
+) -> ExportNode {
+    let session = export.front_end.session().map(|session| match session {
+        ByProtocol::VhostUser(session) => SessionNode {
+            features: session.features.iter_names().map(|(name, _)| name.to_owned()).collect(),
+            memory_bytes: session.memory_bytes,
+            regions: session.regions,
+            has_channel: session.has_channel,
+            io_queues: None,
+            waits: None,
+            target: None,
+        },
+        ByProtocol::VfioUser(session) => SessionNode {
+            features: Vec::new(),
+            memory_bytes: session.memory_bytes,
+            regions: session.dma_maps,
+            // An asynchronous event.
+            has_channel: true,
+            io_queues: Some(session.io_queues),
+            waits: session
+                .waits
+                .map(|(what, waited)| SessionWait { what: what.to_owned(), ms: waited.as_millis() as u64 }),
+            target: None,
+        },
+        ByProtocol::NvmeTcp(session) => SessionNode {
+            features: Vec::new(),
+            memory_bytes: session.memory_bytes,
+            regions: 1,
+            has_channel: true,
+            io_queues: Some(session.queues),
+            waits: None,
+            target: Some(TargetNode {
+                address: session.address.map(|address| address.to_string()).unwrap_or_default(),
+                nqn: session.nqn,
+                hosts: session.hosts.into_iter().map(|(controller, nqn)| HostNode { controller, nqn }).collect(),
+            }),
+        },
     });
     ExportNode {
         number,
         name: export.name.clone(),
-        device: export.device,
+        device: export.devices[0].device,
+        namespaces,
         rate: rate(&export.rate),
-        sessions: export.status.sessions(),
-        offered: export.status.offered(),
+        sessions: export.front_end.sessions(),
+        offered: export.front_end.offered(),
         session,
         queues,
     }
 }
 
-fn queue_node(number: usize, queue: &VirtqueueWatch, lane: usize, now: Option<QueueNow>) -> QueueNode {
-    let stats = queue.stats().map_or_else(StatsSnapshot::default, |stats| stats.snapshot());
-    let ops = OpClass::ALL.map(|class| (op_name(class).to_owned(), OpNode::of(stats.op(class))));
-    let refusals = queue.refusals().into_iter().flat_map(|refusals| refusals.iter());
+fn queue_node(number: usize, queue: &ClientWatch, lane: usize, now: Option<QueueNow>) -> QueueNode {
+    let mut stats = StatsSnapshot::default();
+    queue.stats().iter().for_each(|of_device| stats.merge(&of_device.snapshot()));
+    let refusals = queue.refusals().into_iter();
     QueueNode {
         number,
         lane,
         shown_with: None,
         shares_with: Vec::new(),
         now,
-        ops: ops.into(),
+        ops: ops_of(&stats),
         batches: stats.dispatched,
         counters: counters(&stats),
         refusals: refusals.filter(|(_, n)| *n > 0).map(|(reason, n)| (reason.to_owned(), n)).collect(),
@@ -183,7 +235,7 @@ fn queue_at_rest(export: &ServedExport, served: &ServedDevice) -> QueueNow {
     let depth = export.depth_max;
     let scheduler = served.scheduler().build(1, 1, &served.info());
     let scheduler = scheduler.map(|scheduler| scheduler_node(&scheduler.snapshot(0)));
-    let limit = export.status.depth().unwrap_or(depth);
+    let limit = export.front_end.depth().unwrap_or(depth);
     QueueNow {
         state: "at rest".into(),
         ring_size: 0,
@@ -279,7 +331,7 @@ pub(crate) fn request_node(request: &RequestSnapshot) -> RequestNode {
 fn lane_nodes(lanes: &ServedLanes, exports: &[SeenPlaces]) -> Vec<LaneNode> {
     let lanes = lanes.lanes();
     let see = |(number, thread): (usize, &LaneThread<_>)| {
-        let LaneConfig { cpus, policy, .. } = lanes.config(number);
+        let LaneConfig { cpus, node, policy, .. } = lanes.config(number);
         let of_export = |(export, seen): (usize, &SeenPlaces)| {
             let queues = seen.lanes.iter().enumerate().filter(|(_, lane)| **lane == number);
             queues.map(|(queue, _)| (export, queue)).collect::<Vec<_>>()
@@ -288,6 +340,7 @@ fn lane_nodes(lanes: &ServedLanes, exports: &[SeenPlaces]) -> Vec<LaneNode> {
             number,
             thread: thread.name().to_owned(),
             cpus,
+            node,
             spin_us: policy.spin_ns / 1000,
             strays: thread.ring().strays(),
             turn: LatencyNode::of_turns(&thread.turns().snapshot()),

@@ -6,7 +6,8 @@ use std::fmt::Write;
 use blkyard::spec::show_size;
 
 use super::tree::{
-    DeviceNode, ExportNode, LaneNode, LatencyNode, OpNode, QueueNode, QueueNow, RequestNode, SchedulerNode, Tree,
+    DeviceNode, ExportNode, LaneNode, LatencyNode, OpNode, QueueNode, QueueNow, RequestNode, SchedulerNode,
+    SessionNode, SessionWait, Tree,
 };
 
 /// The tree, with the daemon itself or without.
@@ -89,14 +90,40 @@ fn rate(out: &mut String, rate: &BTreeMap<String, u64>) {
 }
 
 fn export(out: &mut String, node: &ExportNode) {
-    line(out, 0, &format!("export {}: {}, of device {}", node.number, node.name, node.device));
+    let devices = match &node.namespaces[..] {
+        [] | [_] => format!("device {}", node.device),
+        several => {
+            let numbers: Vec<_> = several.iter().map(|namespace| namespace.device.to_string()).collect();
+            format!("devices {}", numbers.join(", "))
+        }
+    };
+    line(out, 0, &format!("export {}: {}, of {devices}", node.number, node.name));
     rate(out, &node.rate);
+    if node.namespaces.len() > 1 {
+        for namespace in &node.namespaces {
+            line(out, 1, &format!("namespace {}: device {}", namespace.nsid, namespace.device));
+            namespace.ops.iter().filter(|(_, node)| node.ios > 0).for_each(|(name, node)| op(out, name, node));
+        }
+    }
     match &node.session {
         None => line(out, 1, &format!("waiting for a front-end; {} so far", node.sessions)),
+        Some(SessionNode { target: Some(target), io_queues, .. }) => {
+            let queues = io_queues.unwrap_or_default();
+            line(out, 1, &format!("{} at {}; I/O queues connected: {queues}", target.nqn, target.address));
+            for host in &target.hosts {
+                line(out, 1, &format!("controller {}: host {}", host.controller, host.nqn));
+            }
+        }
         Some(session) => {
             let memory = format!("{} in {} regions", show_size(session.memory_bytes), session.regions);
             line(out, 1, &format!("front-end {} is connected and shares {memory}", node.sessions));
-            line(out, 1, &format!("features: {}", session.features.join(" ")));
+            match session.io_queues {
+                None => line(out, 1, &format!("features: {}", session.features.join(" "))),
+                Some(queues) => line(out, 1, &format!("I/O queues created: {queues}")),
+            }
+            if let Some(SessionWait { what, ms }) = &session.waits {
+                line(out, 1, &format!("{what} waits for requests in flight, for {:.1} s", *ms as f64 / 1000.0));
+            }
         }
     }
     if usize::from(node.offered) != node.queues.len() {
@@ -245,7 +272,12 @@ fn lane(out: &mut String, node: &LaneNode) {
         None => "any CPU".into(),
         Some(cpus) => format!("CPU {}", cpus.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")),
     };
-    line(out, 0, &format!("lane {}: thread {}, on {cpus}, spins {} us", node.number, node.thread, node.spin_us));
+    let memory = node.node.map_or_else(String::new, |node| format!(", memory on node {node}"));
+    line(
+        out,
+        0,
+        &format!("lane {}: thread {}, on {cpus}{memory}, spins {} us", node.number, node.thread, node.spin_us),
+    );
     let queues: Vec<_> = node.queues.iter().map(|(export, queue)| format!("{export}/{queue}")).collect();
     line(out, 1, &format!("queues (export/queue): {}", queues.join(" ")));
     if let Some(turn) = &node.turn {

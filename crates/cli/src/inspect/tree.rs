@@ -77,8 +77,11 @@ pub struct ExportNode {
     pub number: usize,
     /// As the user named it.
     pub name: String,
-    /// The number of the device behind it.
+    /// The number of the device behind it; with several namespaces, of the first.
     pub device: usize,
+    /// Namespaces of an NVMe controller; empty for other protocols.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub namespaces: Vec<NamespaceNode>,
     /// Rate limits of its queues together, by the names of the options.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub rate: BTreeMap<String, u64>,
@@ -92,6 +95,17 @@ pub struct ExportNode {
     pub queues: Vec<QueueNode>,
 }
 
+/// A namespace of an NVMe controller.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct NamespaceNode {
+    /// Its identifier (NSID).
+    pub nsid: u32,
+    /// The number of the device behind it.
+    pub device: usize,
+    /// By operation, for all queues of the export.
+    pub ops: BTreeMap<String, OpNode>,
+}
+
 /// A front-end that is connected.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct SessionNode {
@@ -103,9 +117,48 @@ pub struct SessionNode {
     pub regions: usize,
     /// Whether it can be notified of changes.
     pub has_channel: bool,
+    /// I/O queues that an NVMe host has created; unset for other protocols.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub io_queues: Option<usize>,
+    /// What waits for requests in flight to end, and for how long.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub waits: Option<SessionWait>,
+    /// The subsystem of an NVMe/TCP export; unset for other protocols.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub target: Option<TargetNode>,
 }
 
-/// A virtqueue, and the hardware queue that it feeds. Operations are counted for each virtqueue.
+/// A change of a session that waits for a silent device.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct SessionWait {
+    /// What waits, in words.
+    pub what: String,
+    /// For how long.
+    pub ms: u64,
+}
+
+/// A subsystem that is served over NVMe/TCP.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct TargetNode {
+    /// Address of its listening socket.
+    pub address: String,
+    /// Its NQN.
+    pub nqn: String,
+    /// The connected hosts.
+    pub hosts: Vec<HostNode>,
+}
+
+/// A host of an NVMe/TCP export.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct HostNode {
+    /// Identifier of its controller.
+    pub controller: u16,
+    /// Its NQN.
+    pub nqn: String,
+}
+
+/// A client queue, such as a virtqueue, and the hardware queue that it feeds. Operations are counted for each client
+/// queue.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct QueueNode {
     /// Its number within the export.
@@ -138,7 +191,7 @@ pub struct QueueNow {
     pub state: String,
     /// Entries of the guest's ring.
     pub ring_size: u16,
-    /// Chains fetched and not given back.
+    /// Requests fetched and not given back, such as chains of a virtqueue.
     pub chains: u16,
     /// Bios in the queue.
     pub bios: usize,
@@ -265,6 +318,9 @@ pub struct LaneNode {
     pub thread: String,
     /// CPUs to which it is pinned; unset if the system chooses.
     pub cpus: Option<Vec<u32>>,
+    /// NUMA node of its memory; unset if the system chooses.
+    #[serde(default)]
+    pub node: Option<u32>,
     /// Longest busy-polling before it sleeps.
     pub spin_us: u64,
     /// Completions without a request.

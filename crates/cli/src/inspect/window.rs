@@ -30,6 +30,11 @@ pub fn between(then: &Tree, mut now: Tree, seconds: f64) -> Result<Tree, Inspect
         export.queues.iter().find(|node| node.number == queue)
     };
     for export in &mut now.exports {
+        let earlier = then.exports.iter().find(|node| node.number == export.number);
+        for namespace in &mut export.namespaces {
+            let earlier = earlier.and_then(|node| node.namespaces.iter().find(|node| node.nsid == namespace.nsid));
+            earlier.into_iter().for_each(|earlier| subtract_ops(&mut namespace.ops, &earlier.ops));
+        }
         for queue in &mut export.queues {
             if let Some(before) = before(export.number, queue.number) {
                 queue.subtract(before);
@@ -47,14 +52,18 @@ pub fn between(then: &Tree, mut now: Tree, seconds: f64) -> Result<Tree, Inspect
 
 impl QueueNode {
     fn subtract(&mut self, before: &QueueNode) {
-        for (name, op) in &mut self.ops {
-            if let Some(before) = before.ops.get(name) {
-                *op = OpNode::of(&op.snapshot().since(&before.snapshot()));
-            }
-        }
+        subtract_ops(&mut self.ops, &before.ops);
         self.batches.iter_mut().zip(before.batches).for_each(|(now, then)| *now = now.saturating_sub(then));
         subtract(&mut self.counters, &before.counters);
         subtract(&mut self.refusals, &before.refusals);
+    }
+}
+
+fn subtract_ops(now: &mut BTreeMap<String, OpNode>, then: &BTreeMap<String, OpNode>) {
+    for (name, op) in now {
+        if let Some(before) = then.get(name) {
+            *op = OpNode::of(&op.snapshot().since(&before.snapshot()));
+        }
     }
 }
 

@@ -14,13 +14,13 @@ use blkyard::Backing;
 use blkyard::rate::{describe, take_rate};
 use blkyard::scheduler::take_scheduler;
 use blkyard::spec::{Spec, SpecError, show_size};
-use blkyard_export::{Changed, QUEUES_MAX, VirtqueueRemote};
+use blkyard_export::{Changed, QUEUES_MAX};
 use blkyard_mq::{DeviceInfo, IdlePolicy, SECTOR_SHIFT};
 use blkyard_os::Moves;
 
 use super::size::Resize;
 use crate::control::{PartKind, Target};
-use crate::daemon::{Daemon, LANES_MAX, QueueMaker, ServedDevice, ServedExport, ServedLanes};
+use crate::daemon::{ClientRemotes, Daemon, LANES_MAX, QueueMaker, ServedDevice, ServedExport, ServedLanes};
 use crate::inspect::show_time;
 
 /// Time limit of exports for a change. Requests in flight complete first, so it takes as long as the slowest.
@@ -121,7 +121,7 @@ fn moved(moves: Moves) -> String {
 fn set_device(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<String>, Problem> {
     let served = &daemon.devices[number];
     let (name, made) = (keys.name.clone(), served.device.info());
-    let exports: Vec<_> = daemon.exports.iter().filter(|export| export.device == number).collect();
+    let exports: Vec<_> = daemon.exports.iter().filter(|export| export.place_of(number).is_some()).collect();
     let block_sectors = made.limits.logical_block_bytes >> SECTOR_SHIFT;
     let depth_max = exports.iter().map(|export| export.depth_max).min().unwrap_or(1);
 
@@ -146,21 +146,22 @@ fn set_device(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<Stri
         done.push(format!("{name}: requests have at most {sectors_max} sectors"));
     }
     if let Some(request) = size {
-        let in_use = exports.iter().any(|export| export.status.is_connected());
+        let in_use = exports.iter().any(|export| export.front_end.is_connected());
         done.push(resize(served, &name, &mut info, &request, in_use, force)?);
     }
     let mut problems = Vec::new();
     if !done.is_empty() {
         let info = Arc::new(info);
         served.set_info(Arc::clone(&info));
-        change(&exports, &info, &mut done, &mut problems);
+        change(&exports, number, &info, &mut done, &mut problems);
     }
     if let Some(depth) = depth {
         bound(&exports, depth as usize, &mut done, &mut problems);
     }
     if let Some(scheduler) = scheduler {
         served.set_scheduler(scheduler);
-        let asked: Vec<_> = exports.iter().map(|export| export.hand.schedule(scheduler)).collect();
+        let ask = |export: &&ServedExport| export.front_end.schedule(export.place_of(number).unwrap_or(0), scheduler);
+        let asked: Vec<_> = exports.iter().map(ask).collect();
         for (export, answer) in wait_for_all(&exports, asked) {
             match answer {
                 Ok(()) => {
@@ -217,8 +218,15 @@ fn resize(
 }
 
 /// Has all these exports serve the device as it is now.
-fn change(exports: &[&ServedExport], info: &Arc<DeviceInfo>, done: &mut Vec<String>, problems: &mut Vec<String>) {
-    let asked: Vec<_> = exports.iter().map(|export| export.hand.change(Arc::clone(info))).collect();
+fn change(
+    exports: &[&ServedExport],
+    device: usize,
+    info: &Arc<DeviceInfo>,
+    done: &mut Vec<String>,
+    problems: &mut Vec<String>,
+) {
+    let ask = |export: &&ServedExport| export.front_end.change(export.place_of(device).unwrap_or(0), Arc::clone(info));
+    let asked: Vec<_> = exports.iter().map(ask).collect();
     for (export, answer) in wait_for_all(exports, asked) {
         match answer {
             Ok(Changed::Unseen) => done.push(format!("{export}: no front-end is connected; the next one reads the new size")),
@@ -234,7 +242,7 @@ fn change(exports: &[&ServedExport], info: &Arc<DeviceInfo>, done: &mut Vec<Stri
 
 /// Bounds the requests in flight of each queue of these exports.
 fn bound(exports: &[&ServedExport], depth: usize, done: &mut Vec<String>, problems: &mut Vec<String>) {
-    let asked: Vec<_> = exports.iter().map(|export| export.hand.set_depth(depth)).collect();
+    let asked: Vec<_> = exports.iter().map(|export| export.front_end.set_depth(depth)).collect();
     for (export, answer) in wait_for_all(exports, asked) {
         match answer {
             Ok(depth) => done.push(format!("{export}: each queue has at most {depth} requests in flight")),
@@ -245,9 +253,14 @@ fn bound(exports: &[&ServedExport], depth: usize, done: &mut Vec<String>, proble
 
 /// Has these exports pass the limits that hold for them by now.
 fn limit(daemon: &Daemon, exports: &[&ServedExport], problems: &mut Vec<String>) {
-    let rates = |export: &ServedExport| daemon.devices[export.device].rates(&export.rate);
-    let asked: Vec<_> = exports.iter().map(|export| export.hand.set_rates(rates(export))).collect();
-    for (export, answer) in wait_for_all(exports, asked) {
+    let (mut of_export, mut asked) = (Vec::new(), Vec::new());
+    for export in exports {
+        for (place, of) in (0..).zip(&export.devices) {
+            of_export.push(*export);
+            asked.push(export.front_end.set_rates(place, daemon.devices[of.device].rates(&export.rate)));
+        }
+    }
+    for (export, answer) in wait_for_all(&of_export, asked) {
         problems.extend(answer.err().map(|why| format!("{export}: {why}")));
     }
 }
@@ -291,16 +304,18 @@ fn set_export(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<Stri
     let depth = keys.take_number("depth", 1, export.depth_max as u64)?;
     let rate = take_rate(&mut keys, export.rate.config())?;
     keys.finish()?;
-    let _alone = daemon.devices[export.device].change();
+    // In the order of the devices, as for all of them.
+    let served = || daemon.devices.iter().enumerate().filter(|(number, _)| export.place_of(*number).is_some());
+    let _alone: Vec<_> = served().map(|(_, device)| device.change()).collect();
     let (mut done, mut problems) = (Vec::new(), Vec::new());
     if let Some(queues) = queues {
         let before = export.queues().len();
         let (more, problem) = make_queues(daemon, number, queues as usize);
-        let queues = if problem.is_none() { queues as u16 } else { export.status.offered() };
+        let queues = if problem.is_none() { queues as u16 } else { export.front_end.offered() };
         problems.extend(problem);
-        let count = more.len();
+        let count = export.queues().len() - before;
         let made = if count == 0 { String::new() } else { format!(", {count} of them new,") };
-        let offered = export.hand.offer(queues, more);
+        let offered = export.front_end.offer(queues, more);
         let from = |when| format!("{export}: it offers {queues} queues{made}{when}");
         match wait_until(Instant::now() + CHANGE_TIME, &offered) {
             Ok(Changed::Unseen) => done.push(from("")),
@@ -312,10 +327,12 @@ fn set_export(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<Stri
                 }
             }
         }
-        if count > 0 && daemon.devices[export.device].device.queues_max() < usize::MAX {
-            // These are served already.
-            let placed = daemon.lanes.place_device(export.device);
-            problems.extend(placed.err().map(|error| error.to_string()));
+        for (number, device) in served() {
+            if count > 0 && device.device.queues_max() < usize::MAX {
+                // These are served already.
+                let placed = daemon.lanes.place_device(number);
+                problems.extend(placed.err().map(|error| error.to_string()));
+            }
         }
     }
     if let Some(depth) = depth {
@@ -330,35 +347,29 @@ fn set_export(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<Stri
 }
 
 /// Makes the queues that an export lacks, or as many of them as there is room for; they are yet to be given to it.
-fn make_queues(daemon: &Daemon, number: usize, wanted: usize) -> (Vec<VirtqueueRemote>, Option<String>) {
+fn make_queues(daemon: &Daemon, number: usize, wanted: usize) -> (ClientRemotes, Option<String>) {
     let export = &daemon.exports[number];
     let maker = QueueMaker {
         lanes: Arc::clone(&daemon.lanes),
         export: number,
-        device: Arc::clone(&daemon.devices[export.device]),
+        protocol: export.front_end.protocol(),
+        devices: export.devices.iter().map(|of| Arc::clone(&daemon.devices[of.device])).collect(),
         serial: export.serial,
         rate: Arc::clone(&export.rate),
     };
     let made = export.queues().len();
-    let mut remotes = Vec::new();
-    if wanted <= made {
-        return (remotes, None);
+    let mut problem = None;
+    if wanted > made {
+        problem = daemon.lanes.set_queues(number, wanted).err().map(|error| error.to_string());
     }
-    let placed = daemon.lanes.set_queues(number, wanted);
-    let mut problem = placed.err().map(|error| error.to_string());
-    for queue in made..wanted {
-        if problem.is_some() {
-            break;
-        }
-        match maker.make(queue) {
-            Ok(made) => remotes.push(made),
-            Err(why) => problem = Some(format!("{export}: queues={wanted}: {why}")),
-        }
-    }
+    let more = if problem.is_none() { made..wanted } else { made..made };
+    let (remotes, unmade) = maker.make_all(more);
+    problem = problem.or_else(|| unmade.map(|why| format!("{export}: queues={wanted}: {why}")));
+    let watches = remotes.watches();
     if problem.is_some() {
-        take_back(daemon, number, made + remotes.len());
+        take_back(daemon, number, made + watches.len());
     }
-    export.add_queues(remotes.iter().map(VirtqueueRemote::watch));
+    export.add_queues(watches);
     (remotes, problem)
 }
 
@@ -385,7 +396,7 @@ mod tests {
     use blkyard_virtio::{BlkConfig, SerialId};
 
     use super::*;
-    use crate::daemon::Share;
+    use crate::daemon::{ByProtocol, ExportedDevice, FrontEndHandle, Protocol, Share, ShareDevice};
 
     /// A daemon with one disk and no front-end.
     fn daemon(disk: &str) -> Daemon {
@@ -408,22 +419,39 @@ mod tests {
     #[test]
     fn queues_that_their_export_does_not_take_are_removed() {
         let mut daemon = daemon("null:1M");
-        let (name, device_queues) = ("e".to_owned(), usize::MAX);
-        let share = Share { name: name.clone(), queues: 1, named: None, device: 0, device_queues, orders: false };
+        let name = "e".to_owned();
+        let devices = vec![ShareDevice { number: 0, queues: usize::MAX, orders: false }];
+        let share = Share { name: name.clone(), queues: 1, named: None, devices };
         daemon.lanes = Arc::new(ServedLanes::start(2, vec![share], |_| LaneConfig::default()).unwrap());
         let (serial, rate) = (SerialId::new("x").unwrap(), Arc::new(RateSlot::new(RateConfig::default())));
         let (lanes, device) = (Arc::clone(&daemon.lanes), Arc::clone(&daemon.devices[0]));
         let disk = BlkConfig::new(&device.info(), 1, SEG_MAX, false);
-        let maker = QueueMaker { lanes, export: 0, device, serial, rate: Arc::clone(&rate) };
+        let maker = QueueMaker {
+            lanes,
+            export: 0,
+            protocol: Protocol::VhostUser(()),
+            devices: vec![device],
+            serial,
+            rate: Arc::clone(&rate),
+        };
         maker.register();
-        let queue = maker.make(0).unwrap();
-        let queues = Mutex::new(vec![queue.watch()]);
+        let (made, None) = maker.make_all(0..1) else { panic!("the queue cannot be made") };
+        let queues = Mutex::new(made.watches());
+        let ClientRemotes::VhostUser(remotes) = made else { panic!("queues of another protocol") };
         let folder = tempfile::tempdir().unwrap();
         let socket = SocketConfig { path: folder.path().join("s"), mode: None, group: None };
-        let config = BackendConfig { name: name.clone(), disk, queues: vec![queue], domains: Vec::new() };
+        let config = BackendConfig { name: name.clone(), disk, queues: remotes, domains: Vec::new() };
         let server = VhostUserServer::start(BoundSocket::bind(&socket).unwrap(), config).unwrap();
-        let (status, hand) = (Arc::clone(server.status()), server.hand().clone());
-        daemon.exports.push(ServedExport { name, device: 0, status, hand, serial, rate, queues, depth_max: 8 });
+        let front_end = ByProtocol::VhostUser(FrontEndHandle::of(&server));
+        daemon.exports.push(ServedExport {
+            name,
+            devices: vec![ExportedDevice { device: 0, nsid: None }],
+            front_end,
+            serial,
+            rate,
+            queues,
+            depth_max: 8,
+        });
         let set = |queues: &str| apply(&daemon, "export:0", [("queues".into(), queues.into())].into());
         let known = || (daemon.exports[0].queues().len(), daemon.lanes.seen(0).lanes.len());
         set("2").unwrap();

@@ -7,14 +7,14 @@ use std::time::{Duration, Instant};
 
 use blkyard::DeviceHandover;
 use blkyard::scheduler::put_device_scheduler;
-use blkyard_export::{BoundSocket, Handed, QuiescedExport, SessionState};
+use blkyard_export::{BoundSocket, Handed, QuiescedExport};
 use serde_json::Value;
 
 use super::VERSION;
-use super::handover::{DevicePart, ExportPart, HandoverSettings, HandoverState, PassedFiles, SocketPart};
+use super::handover::{DeviceExport, DevicePart, ExportPart, HandoverSettings, HandoverState, PassedFiles, SocketPart};
 use super::wire::{receive, send};
 use crate::control::{ControlRequest, answer_line, parse_request};
-use crate::daemon::Daemon;
+use crate::daemon::{ClientSessionState, Daemon, Protocol, ServedExport};
 
 /// Time limit for exports to respond. No export is quiesced meanwhile.
 const HEAR_TIME: Duration = Duration::from_secs(5);
@@ -59,14 +59,18 @@ fn try_give(daemon: &Daemon, control: &BoundSocket, client: &UnixStream) -> Resu
     for served in &daemon.devices {
         served.device.can_be_handed_over().map_err(|error| error.to_string())?;
     }
+    let is_target = |export: &&ServedExport| matches!(export.front_end.protocol(), Protocol::NvmeTcp(()));
+    if let Some(export) = daemon.exports.iter().find(is_target) {
+        return Err(format!("{export}: connections over TCP cannot be handed over; stop this daemon"));
+    }
     all_hear(daemon)?;
     let (lanes, spin_us) = (daemon.lanes.count() as u64, daemon.lanes.spin_us());
     let begin = Instant::now();
-    let asked: Vec<_> = daemon.exports.iter().map(|export| export.hand.hand_over()).collect();
+    let asked: Vec<_> = daemon.exports.iter().map(|export| export.front_end.hand_over()).collect();
     let mut handed = Vec::new();
     for (answer, export) in asked.into_iter().zip(&daemon.exports) {
         let left = REST_TIME.saturating_sub(begin.elapsed());
-        let rested = answer.recv_timeout(left).map_err(|_| {
+        let rested = answer.wait(left).ok_or_else(|| {
             format!("{export}: not drained within {REST_TIME:?}; blkyard inspect shows the requests at its device")
         })?;
         handed.push(rested.map_err(|why| format!("{export}: {why}; see blkyard inspect"))?);
@@ -102,7 +106,7 @@ fn try_give(daemon: &Daemon, control: &BoundSocket, client: &UnixStream) -> Resu
 /// Checks that no export is held up: all others would rest for as long as it is.
 fn all_hear(daemon: &Daemon) -> Result<(), String> {
     let begin = Instant::now();
-    let asked: Vec<_> = daemon.exports.iter().map(|export| export.hand.hears()).collect();
+    let asked: Vec<_> = daemon.exports.iter().map(|export| export.front_end.hears()).collect();
     for (answer, export) in asked.into_iter().zip(&daemon.exports) {
         answer.recv_timeout(HEAR_TIME.saturating_sub(begin.elapsed())).map_err(|_| {
             format!(
@@ -117,7 +121,7 @@ fn all_hear(daemon: &Daemon) -> Result<(), String> {
 fn pack(
     daemon: &Daemon,
     control: &BoundSocket,
-    handed: Vec<Handed<SessionState>>,
+    handed: Vec<Handed<ClientSessionState>>,
     files: &mut PassedFiles,
 ) -> Result<(SocketPart, Vec<DevicePart>, Vec<QuiescedExport>), String> {
     let text = |error: std::io::Error| error.to_string();
@@ -125,21 +129,26 @@ fn pack(
     let path = std::path::absolute(control.path()).map_err(text)?;
     let control = SocketPart { path, identity: control.identity() };
     let (mut handed, mut rests) = (handed.into_iter(), Vec::new());
-    let (mut devices, mut of_daemon) = (Vec::new(), daemon.exports.iter());
-    for (served, plan) in daemon.devices.iter().zip(&daemon.plans) {
+    let (mut devices, mut of_daemon) = (Vec::new(), daemon.exports.iter().peekable());
+    for (number, (served, plan)) in daemon.devices.iter().zip(&daemon.plans).enumerate() {
         let DeviceHandover { file, sync_failed } = served.device.handover()?;
         let info = served.info();
         if let Some(file) = file {
             files.push_back(file.try_clone_to_owned().map_err(text)?);
         }
         let mut exports = Vec::new();
-        // Exports are in the order of the plan.
-        for (spec, Handed { state, rest }) in plan.exports.iter().zip(handed.by_ref()) {
+        // Exports are in the order of the plan, and belong to their first device there.
+        for spec in &plan.exports {
             let mut spec = spec.clone();
-            if let Some(export) = of_daemon.next() {
-                export.rate.put_into(&mut spec);
-            }
-            exports.push(ExportPart::pack(spec, state, files));
+            let name = format!("{}:{}", spec.scheme, spec.body);
+            let is_it = |export: &&ServedExport| export.devices[0].device == number && export.name == name;
+            let whole = of_daemon.next_if(is_it).and_then(|export| Some((export, handed.next()?)));
+            let Some((export, Handed { state, rest })) = whole else {
+                exports.push(DeviceExport::Namespace { namespace: spec });
+                continue;
+            };
+            export.rate.put_into(&mut spec);
+            exports.push(DeviceExport::Whole(Box::new(ExportPart::pack(spec, state, files)?)));
             rests.push(rest);
         }
         let mut spec = plan.device.clone();
@@ -154,5 +163,9 @@ fn pack(
             exports,
         });
     }
-    Ok((control, devices, rests))
+    // Otherwise a guest would lose its disk.
+    match of_daemon.next() {
+        Some(export) => Err(format!("{export}: it is not in the configuration; stop this daemon instead")),
+        None => Ok((control, devices, rests)),
+    }
 }

@@ -5,8 +5,14 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
 use blkyard::spec::Spec;
-use blkyard_export::{MESSAGE_BYTES_MAX, MESSAGE_FILES_MAX, Message, QUEUES_MAX, SessionState, VhostUserState};
+use blkyard_export::{
+    ExportState, MESSAGE_BYTES_MAX, MESSAGE_FILES_MAX, Message, QUEUES_MAX, SessionState, VFIO_STATE_VERSION,
+    VfioSessionState,
+};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::daemon::{ByProtocol, ClientSessionState, ClientState};
 
 /// All of a daemon. Its descriptors: the control socket, then those of each device.
 #[derive(Debug, Serialize, Deserialize)]
@@ -45,10 +51,19 @@ pub(super) struct DevicePart {
     /// As it is served now.
     pub(super) capacity_sectors: u64,
     pub(super) sectors_max: u32,
-    pub(super) exports: Vec<ExportPart>,
+    pub(super) exports: Vec<DeviceExport>,
 }
 
-/// An export. Its descriptors: its socket, then the connection and those of its messages.
+/// An export of a device, or the device as a namespace of a controller that is an export of an earlier device. A
+/// program that does not know namespaces refuses the state.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(untagged)]
+pub(super) enum DeviceExport {
+    Whole(Box<ExportPart>),
+    Namespace { namespace: Spec },
+}
+
+/// An export. Its descriptors: its socket, then the connection and those of its session.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct ExportPart {
     pub(super) spec: Spec,
@@ -57,7 +72,19 @@ pub(super) struct ExportPart {
     offered: u16,
     depth: Option<usize>,
     wce: bool,
+    /// A vhost-user session.
     session: Option<SessionPart>,
+    /// A vfio-user session, which an older daemon does not send.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    nvme: Option<NvmePart>,
+}
+
+/// A vfio-user session. Its record has a version of its own.
+#[derive(Debug, Serialize, Deserialize)]
+struct NvmePart {
+    version: u32,
+    files: usize,
+    record: Value,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -86,37 +113,78 @@ pub(super) fn next(files: &mut PassedFiles) -> Result<OwnedFd, String> {
 }
 
 impl ExportPart {
-    pub(super) fn pack(spec: Spec, state: VhostUserState, files: &mut PassedFiles) -> ExportPart {
-        let VhostUserState { listener, path, identity, made, offered, depth, wce, session } = state;
+    pub(super) fn pack(spec: Spec, state: ClientState, files: &mut PassedFiles) -> Result<ExportPart, String> {
+        let ExportState { listener, path, identity, made, offered, depth, wce, session } = state;
         files.push_back(listener);
-        let session = session.map(|SessionState { connection, queues, part, setup, run }| {
-            files.push_back(connection);
-            let part = MessagePart::pack(part, files);
-            let mut all = |messages: Vec<Message>| messages.into_iter().map(|m| MessagePart::pack(m, files)).collect();
-            SessionPart { queues, part, setup: all(setup), run: all(run) }
-        });
-        ExportPart { spec, socket: SocketPart { path, identity }, made, offered, depth, wce, session }
+        let (session, nvme) = match session {
+            None => (None, None),
+            Some(ByProtocol::VhostUser(session)) => (Some(SessionPart::pack(session, files)), None),
+            Some(ByProtocol::VfioUser(session)) => (None, Some(NvmePart::pack(session, files)?)),
+            Some(ByProtocol::NvmeTcp(never)) => match never {},
+        };
+        Ok(ExportPart { spec, socket: SocketPart { path, identity }, made, offered, depth, wce, session, nvme })
     }
 
-    pub(super) fn unpack(self, files: &mut PassedFiles) -> Result<(Spec, VhostUserState), String> {
-        let ExportPart { spec, socket: SocketPart { path, identity }, made, offered, depth, wce, session } = self;
+    pub(super) fn unpack(self, files: &mut PassedFiles) -> Result<(Spec, ClientState), String> {
+        let ExportPart { spec, socket: SocketPart { path, identity }, made, offered, depth, wce, session, nvme } = self;
         if !(1..=QUEUES_MAX).contains(&made) {
             return Err(format!("an export has {made} queues"));
         }
         let listener = next(files)?;
-        let session = match session {
-            None => None,
-            Some(SessionPart { queues, part, setup, run }) => {
-                let connection = next(files)?;
-                let part = part.unpack(files)?;
-                let mut all = |messages: Vec<MessagePart>| {
-                    messages.into_iter().map(|message| message.unpack(files)).collect::<Result<Vec<_>, _>>()
-                };
-                let (setup, run) = (all(setup)?, all(run)?);
-                Some(SessionState { connection, queues, part, setup, run })
-            }
+        let session: Option<ClientSessionState> = match (session, nvme) {
+            (None, None) => None,
+            (Some(session), None) => Some(ByProtocol::VhostUser(session.unpack(files)?)),
+            (None, Some(nvme)) => Some(ByProtocol::VfioUser(nvme.unpack(files)?)),
+            (Some(_), Some(_)) => return Err("an export has sessions of two protocols".into()),
         };
-        Ok((spec, VhostUserState { listener, path, identity, made, offered, depth, wce, session }))
+        Ok((spec, ExportState { listener, path, identity, made, offered, depth, wce, session }))
+    }
+}
+
+impl SessionPart {
+    fn pack(state: SessionState, files: &mut PassedFiles) -> SessionPart {
+        let SessionState { connection, queues, part, setup, run } = state;
+        files.push_back(connection);
+        let part = MessagePart::pack(part, files);
+        let mut all = |messages: Vec<Message>| messages.into_iter().map(|m| MessagePart::pack(m, files)).collect();
+        SessionPart { queues, part, setup: all(setup), run: all(run) }
+    }
+
+    fn unpack(self, files: &mut PassedFiles) -> Result<SessionState, String> {
+        let SessionPart { queues, part, setup, run } = self;
+        let connection = next(files)?;
+        let part = part.unpack(files)?;
+        let mut all = |messages: Vec<MessagePart>| {
+            messages.into_iter().map(|message| message.unpack(files)).collect::<Result<Vec<_>, _>>()
+        };
+        let (setup, run) = (all(setup)?, all(run)?);
+        Ok(SessionState { connection, queues, part, setup, run })
+    }
+}
+
+impl NvmePart {
+    fn pack(state: VfioSessionState, files: &mut PassedFiles) -> Result<NvmePart, String> {
+        let VfioSessionState { connection, record, files: of_session } = state;
+        let record = serde_json::to_value(record).map_err(|error| error.to_string())?;
+        let part = NvmePart { version: VFIO_STATE_VERSION, files: of_session.len(), record };
+        files.push_back(connection);
+        files.extend(of_session);
+        Ok(part)
+    }
+
+    fn unpack(self, files: &mut PassedFiles) -> Result<VfioSessionState, String> {
+        let NvmePart { version, files: count, record } = self;
+        if version != VFIO_STATE_VERSION {
+            return Err(format!("a vfio-user session has version {version}, and {VFIO_STATE_VERSION} is supported"));
+        }
+        let record = serde_json::from_value(record).map_err(|error| format!("a vfio-user session: {error}"))?;
+        let connection = next(files)?;
+        // No more than there are.
+        let files = (0..count).map_while(|_| files.pop_front()).collect::<Vec<_>>();
+        if files.len() < count {
+            return Err("descriptors are missing".into());
+        }
+        Ok(VfioSessionState { connection, record, files })
     }
 }
 
@@ -164,13 +232,13 @@ mod tests {
             setup: vec![message(0), message(2)],
             run: vec![message(1)],
         };
-        let numbers = |state: &VhostUserState| {
-            let session = state.session.as_ref().unwrap();
+        let numbers = |state: &ClientState| {
+            let Some(ByProtocol::VhostUser(session)) = &state.session else { panic!("no session") };
             let messages = [&session.part].into_iter().chain(&session.setup).chain(&session.run);
             let files = messages.flat_map(|message| message.files.iter());
             [&state.listener, &session.connection].into_iter().chain(files).map(number).collect::<Vec<_>>()
         };
-        let state = VhostUserState {
+        let state = ClientState {
             listener: end(),
             path: "/x".into(),
             identity: (1, 2),
@@ -178,24 +246,30 @@ mod tests {
             offered: 4,
             depth: Some(3),
             wce: true,
-            session: Some(session),
+            session: Some(ByProtocol::VhostUser(session)),
         };
         let before = numbers(&state);
         let mut files = PassedFiles::new();
         let spec = Spec::parse("vhost-user-blk:/x?queues=4").unwrap();
-        let part = ExportPart::pack(spec.clone(), state, &mut files);
+        let part = ExportPart::pack(spec.clone(), state, &mut files).unwrap();
         let text = serde_json::to_string(&part).unwrap();
         let unpack =
             |text: &str, files: &mut PassedFiles| serde_json::from_str::<ExportPart>(text).unwrap().unpack(files);
         let (spec_back, back) = unpack(&text, &mut files).unwrap();
         assert_eq!((spec_back, numbers(&back), files.len()), (spec, before, 0));
         assert_eq!((back.made, back.offered, back.depth, back.wce), (6, 4, Some(3), true));
-        assert_eq!(back.session.unwrap().setup[1].bytes, [1, 2, 2]);
+        let Some(ByProtocol::VhostUser(session)) = back.session else { panic!("no session") };
+        assert_eq!(session.setup[1].bytes, [1, 2, 2]);
         assert!(unpack(&text, &mut files).unwrap_err().contains("descriptors are missing"));
         for made in ["0", "65"] {
             let odd = text.replace("\"made\":6", &format!("\"made\":{made}"));
             assert!(unpack(&odd, &mut PassedFiles::new()).unwrap_err().contains("queues"));
         }
+        let newer = text.replace(",\"session\":", ",\"nvme\":{\"version\":9,\"files\":0,\"record\":{}},\"session\":");
+        assert!(unpack(&newer, &mut (0..9).map(|_| end()).collect()).unwrap_err().contains("two protocols"));
+        let newer = text.split(",\"session\":").next().unwrap().to_owned()
+            + ",\"session\":null,\"nvme\":{\"version\":9,\"files\":0,\"record\":{}}}";
+        assert!(unpack(&newer, &mut (0..9).map(|_| end()).collect()).unwrap_err().contains("version 9"));
         let many = text.replace("\"files\":2", "\"files\":200");
         assert!(unpack(&many, &mut (0..300).map(|_| end()).collect()).unwrap_err().contains("200 descriptors"));
     }

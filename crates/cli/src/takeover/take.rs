@@ -7,14 +7,14 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use blkyard::spec::SpecError;
-use blkyard_export::{BoundSocket, VhostUserState};
+use blkyard_export::BoundSocket;
 use blkyard_mq::DeviceInfo;
 
 use super::VERSION;
-use super::handover::{HandoverSettings, HandoverState, PassedFiles, SocketPart, next};
+use super::handover::{DeviceExport, HandoverSettings, HandoverState, PassedFiles, SocketPart, next};
 use super::wire::{receive, send};
 use crate::control::{ControlRequest, connect, parse_answer, request_line};
-use crate::daemon::DiskPlan;
+use crate::daemon::{ClientState, DiskPlan};
 use crate::plan::Settings;
 
 /// Time limit for the old daemon: to drain its exports, and to answer earlier requests.
@@ -53,8 +53,8 @@ pub struct InheritedState {
     pub settings: Settings,
     /// One for each disk.
     pub devices: VecDeque<InheritedDevice>,
-    /// One for each export of each disk, in their order.
-    pub exports: VecDeque<VhostUserState>,
+    /// One for each export, in the order of their first disks.
+    pub exports: VecDeque<ClientState>,
     control: BoundSocket,
     daemon: UnixStream,
     path: PathBuf,
@@ -125,9 +125,14 @@ fn unpack(
         });
         let mut specs = Vec::new();
         for export in part.exports {
-            let (spec, state) = export.unpack(files)?;
-            specs.push(spec);
-            exports.push_back(state);
+            specs.push(match export {
+                DeviceExport::Namespace { namespace } => namespace,
+                DeviceExport::Whole(export) => {
+                    let (spec, state) = export.unpack(files)?;
+                    exports.push_back(state);
+                    spec
+                }
+            });
         }
         disks.push(DiskPlan { device: part.spec, exports: specs });
     }

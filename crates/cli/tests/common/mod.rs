@@ -52,6 +52,12 @@ pub fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
     }
 }
 
+/// State letter of a thread with this folder in /proc, if it has not ended.
+fn state_of_thread(folder: &Path) -> Option<char> {
+    let status = std::fs::read_to_string(folder.join("status")).ok()?;
+    status.lines().find_map(|line| line.strip_prefix("State:"))?.trim().chars().next()
+}
+
 /// A process that is killed when it is dropped.
 pub struct Process(pub Child);
 
@@ -69,6 +75,17 @@ impl Process {
 
     pub fn signal(&self, signal: Signal) {
         kill_process(Pid::from_child(&self.0), signal).unwrap();
+    }
+
+    /// Stops it by SIGSTOP until it gets SIGCONT. A thread that runs on another CPU stops a little after the signal
+    /// was sent: this waits until all have.
+    pub fn hang(&self) {
+        self.signal(Signal::STOP);
+        let folder = format!("/proc/{}/task", self.0.id());
+        wait_until("all threads of the process have stopped", || {
+            let threads = std::fs::read_dir(&folder).unwrap();
+            threads.filter_map(|thread| state_of_thread(&thread.ok()?.path())).all(|state| state == 'T')
+        });
     }
 
     pub fn is_running(&mut self) -> bool {
@@ -154,6 +171,11 @@ impl Daemon {
 
     pub fn signal(&self, signal: Signal) {
         self.process.signal(signal);
+    }
+
+    /// As [`Process::hang`].
+    pub fn hang(&self) {
+        self.process.hang();
     }
 
     pub fn is_running(&mut self) -> bool {

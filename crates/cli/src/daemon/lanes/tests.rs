@@ -1,14 +1,21 @@
 //! Tests of the lanes of a daemon, with queues on devices in memory.
 
+use super::super::placement::ShareDevice;
 use super::super::placement::tests::share;
+use super::super::protocols::ByProtocol;
 use super::*;
-use blkyard::Device;
+use blkyard::{Device, DeviceQueue};
 use blkyard_export::{
-    QueueHost, QueueShare, VirtqueuePort, VirtqueueRemote, VirtqueueSession, on_demand_queue, queue_pair,
+    DetachedVirtqueue, QueueHost, QueueShare, VirtqueuePort, VirtqueueRemote, VirtqueueSession, on_demand_queue,
+    queue_pair,
 };
-use blkyard_mq::{HwQueueConfig, QueueKind};
+use blkyard_mq::{HwQueue, HwQueueConfig, QueueKind};
 use blkyard_virtio::SerialId;
-use std::sync::Arc;
+
+/// The device of this number, with so many queues.
+fn of(number: usize, queues: usize) -> Vec<ShareDevice> {
+    vec![ShareDevice { number, queues, orders: false }]
+}
 
 /// Lanes with every queue served.
 fn served(count: usize, shares: Vec<Share>) -> (ServedLanes, Vec<VirtqueueRemote>) {
@@ -22,25 +29,49 @@ fn served(count: usize, shares: Vec<Share>) -> (ServedLanes, Vec<VirtqueueRemote
 fn open(lanes: &ServedLanes, export: usize, queue: usize) -> VirtqueueRemote {
     let (remote, port) = queue_pair();
     make_by_ram(lanes, export);
-    lanes.move_by(export, queue, remote.mover());
+    lanes.move_by(export, queue, ByProtocol::VhostUser(remote.mover()));
     lanes.open(export, queue, virtqueue(port)).unwrap();
     remote
 }
 
 fn make_by_ram(lanes: &ServedLanes, export: usize) {
-    lanes.make_by(
-        export,
-        Box::new(|queues| {
-            let device = Device::open("ram:1M").unwrap();
-            let config = HwQueueConfig { depth: 8 * queues, ..HwQueueConfig::default() };
-            let driver = device.queue(QueueKind::Default, config.depth).unwrap();
-            Ok(HwQueue::new(driver, Arc::new(device.info().clone()), config))
-        }),
-    );
+    lanes.make_by(export, Arc::new(|queues| Ok(ram_queue(queues).into())));
 }
 
-fn virtqueue(port: VirtqueuePort) -> DetachedVirtqueue {
-    DetachedVirtqueue::new(SerialId::new("x").unwrap(), port, QueueShare { bios: 8, depth: 8 }, 0).unwrap()
+fn ram_queue(queues: usize) -> HwQueue<DeviceQueue> {
+    let device = Device::open("ram:1M").unwrap();
+    let config = HwQueueConfig { depth: 8 * queues, ..HwQueueConfig::default() };
+    let driver = device.queue(QueueKind::Default, config.depth).unwrap();
+    HwQueue::new(driver, Arc::new(device.info().clone()), config)
+}
+
+#[test]
+fn hardware_queues_are_made_on_the_node_of_their_lane() {
+    // The nodes of lanes 0 to 5; lane 2 has none.
+    let nodes = [Some(0), Some(1), None, Some(3), Some(2), Some(1)];
+    let config = move |lane: usize| LaneConfig { node: nodes[lane], ..LaneConfig::default() };
+    let lanes = ServedLanes::start(6, vec![share(6, None)], config).unwrap();
+    let made: Arc<Mutex<Vec<String>>> = Arc::default();
+    let makers = Arc::clone(&made);
+    let make = move |queues| {
+        makers.lock().unwrap().push(std::thread::current().name().unwrap_or_default().to_owned());
+        Ok(ram_queue(queues).into())
+    };
+    lanes.make_by(0, Arc::new(make));
+    let mut remotes = Vec::new();
+    for queue in 0..6 {
+        let (remote, port) = queue_pair();
+        lanes.move_by(0, queue, ByProtocol::VhostUser(remote.mover()));
+        lanes.open(0, queue, virtqueue(port)).unwrap();
+        remotes.push(remote);
+    }
+    let here = std::thread::current().name().unwrap_or_default().to_owned();
+    assert_eq!(*made.lock().unwrap(), ["node0", "node1", &here, "node3", "node2", "node1"]);
+}
+
+fn virtqueue(port: VirtqueuePort) -> DetachedClient {
+    let share = QueueShare { bios: 8, depth: 8, devices: 1 };
+    ByProtocol::VhostUser(DetachedVirtqueue::new(SerialId::new("x").unwrap(), port, share, 0).unwrap())
 }
 
 /// Serves queues of the first export on demand, and closes them with a delay.
@@ -56,7 +87,7 @@ impl QueueHost<VirtqueueSession> for SlowHost {
 
 fn open_by_slow_host(lanes: &Arc<ServedLanes>, queue: usize) -> VirtqueueRemote {
     let remote = on_demand_queue(Box::new(SlowHost(Arc::clone(lanes), queue)));
-    lanes.move_by(0, queue, remote.mover());
+    lanes.move_by(0, queue, ByProtocol::VhostUser(remote.mover()));
     remote.open().unwrap();
     remote
 }
@@ -101,7 +132,7 @@ fn lanes_change_while_a_front_end_closes_its_queues() {
 
 #[test]
 fn queues_that_are_added_are_dealt_by_the_rule_once_they_are_opened() {
-    let shares = [share(2, None), Share { device: 1, ..share(1, None) }];
+    let shares = [share(2, None), Share { devices: of(1, usize::MAX), ..share(1, None) }];
     let (lanes, mut remotes) = served(2, shares.to_vec());
     assert_eq!(places(&lanes), [0, 1, 0]);
     lanes.set_queues(0, 4).unwrap();
@@ -123,7 +154,7 @@ fn queues_that_are_added_are_dealt_by_the_rule_once_they_are_opened() {
 
 #[test]
 fn queues_of_a_device_with_few_are_dealt_while_they_are_served() {
-    let few = |queues| Share { device_queues: 2, ..share(queues, None) };
+    let few = |queues| Share { devices: of(0, 2), ..share(queues, None) };
     let (lanes, mut remotes) = served(2, vec![few(1)]);
     lanes.set_queues(0, 4).unwrap();
     remotes.extend((1..4).map(|queue| open(&lanes, 0, queue)));
@@ -147,7 +178,7 @@ fn hardware_queue_is_made_for_queues_that_are_not_served_yet() {
 
 #[test]
 fn scheduler_of_a_device_places_its_own_exports_only() {
-    let other = Share { device: 1, ..share(2, None) };
+    let other = Share { devices: of(1, usize::MAX), ..share(2, None) };
     let (lanes, remotes) = served(2, vec![share(2, None), other]);
     // A lane that the rule would not choose any more.
     lanes.exports[1].share.lock().unwrap().named = Some(vec![1]);
@@ -244,12 +275,12 @@ fn queues_of_an_export_share_on_each_lane() {
 
 #[test]
 fn device_with_few_queues_bounds_the_lanes_of_its_exports() {
-    let few = |queues, device_queues| Share { device_queues, ..share(queues, None) };
+    let few = |queues, device_queues| Share { devices: of(0, device_queues), ..share(queues, None) };
     assert_eq!(deal(&[few(4, 1)], 2).unwrap(), [0; 4]);
     assert_eq!(deal(&[few(4, 2)], 2).unwrap(), [0, 0, 1, 1]);
     assert_eq!(deal(&[few(4, 3), few(2, 3)], 2).unwrap(), [0, 0, 1, 1, 1, 1], "the second has one left");
     assert_eq!(deal(&[few(2, 2), few(2, 2)], 2).unwrap(), [0, 0, 1, 1], "one is kept for the second");
-    let other = Share { device: 1, ..few(2, 2) };
+    let other = Share { devices: of(1, 2), ..few(2, 2) };
     assert_eq!(deal(&[few(2, 2), other], 2).unwrap(), [0, 1, 0, 1]);
     let (lanes, remotes) = served(2, vec![few(4, 2)]);
     for count in [3, 1, 2, 4, 2] {
