@@ -23,6 +23,10 @@ mod lines;
 mod load;
 #[path = "cells/neighbour.rs"]
 mod neighbour;
+#[path = "cells/nvme.rs"]
+mod nvme;
+#[path = "cells/queue_pairs.rs"]
+mod queue_pairs;
 #[path = "cells/report.rs"]
 mod report;
 #[path = "cells/ring.rs"]
@@ -33,6 +37,8 @@ mod sched;
 mod servers;
 #[path = "cells/shared.rs"]
 mod shared;
+#[path = "cells/vfio_user.rs"]
+mod vfio_user;
 #[path = "cells/vhost.rs"]
 mod vhost;
 #[path = "cells/waiting.rs"]
@@ -70,8 +76,10 @@ fn main() {
     shared::null_cells(plan, &mut report);
     core::ram_cells(plan, &mut report);
     core::ring_cells(plan, &mut report);
+    queue_pairs::queue_pair_cells(plan, &mut report);
     file::tmpfs_cells(plan, quick, &mut report);
     vhost::driver_cells(plan, &mut report);
+    vfio_user::nvme_cells(plan, &mut report);
     clients::client_cells(quick, &mut report);
     waiting::waiting_cells(quick, &mut report);
     neighbour::neighbour_cells(quick, &mut report);

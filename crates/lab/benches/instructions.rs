@@ -13,6 +13,8 @@ mod lines;
 mod load;
 #[path = "cells/nvme.rs"]
 mod nvme;
+#[path = "cells/registered.rs"]
+mod registered;
 #[path = "cells/ring.rs"]
 mod ring;
 #[path = "cells/sched.rs"]
@@ -25,6 +27,7 @@ use std::sync::atomic::Ordering::Release;
 use blkyard::Device;
 use blkyard_lab::floor::Round;
 use blkyard_mq::{Bio, QueueKind};
+use blkyard_nvme::LoopbackBuffers;
 use blkyard_os::{Ring, RingConfig};
 use blkyard_virtio::driver_model::{ModelBuffer, ModelGuest, blk_header};
 use blkyard_virtio::{Chain, DeviceRing, Features, ParseContext, Parsed, VirtioStatus, parse, write_status, written};
@@ -32,6 +35,7 @@ use blkyard_virtio::{Chain, DeviceRing, Features, ParseContext, Parsed, VirtioSt
 use lines::one_core;
 use load::{Load, buffers, load_only, null};
 use nvme::pair;
+use registered::sized;
 use ring::ring;
 use sched::{Queued, deadline, fair, kyber, slices};
 
@@ -59,6 +63,12 @@ const CASES: &[(&str, fn() -> Box<dyn Round>)] = &[
     ("virtio-ring-packed-b32", || Box::new(ring(true, 32, clock()))),
     ("nvme-pair-b1", || Box::new(pair(1, clock()))),
     ("nvme-pair-b32", || Box::new(pair(32, clock()))),
+    ("nvme-plain-512", || Box::new(sized(512, None))),
+    ("nvme-plain-128k", || Box::new(sized(128 << 10, None))),
+    ("nvme-registered-512", || Box::new(sized(512, Some(LoopbackBuffers::Contiguous)))),
+    ("nvme-registered-128k", || Box::new(sized(128 << 10, Some(LoopbackBuffers::Contiguous)))),
+    ("nvme-scattered-512", || Box::new(sized(512, Some(LoopbackBuffers::Scattered(4096))))),
+    ("nvme-scattered-128k", || Box::new(sized(128 << 10, Some(LoopbackBuffers::Scattered(4096))))),
     ("vhost-one-core-split-b32", || Box::new(together(1, 32, false))),
     ("vhost-one-core-packed-b32", || Box::new(together(1, 32, true))),
     ("vhost-one-core-2q-b16", || Box::new(together(2, 16, false))),

@@ -53,6 +53,15 @@ pub const TABLE: &[Beside] = beside! {
     "file-tmpfs-4k-randread-qd32", Limits(&["uring-b32", "copy-4k-dram"]), "32 operations in a call, and the copies";
     "file-tmpfs-4k-randread-qd1-cpu", Limits(&["uring-b1", "copy-4k-dram"]), "as above";
     "file-tmpfs-4k-randread-qd32-cpu", Limits(&["uring-b32", "copy-4k-dram"]), "as above";
+    "nvme-null-qd1", Limits(&["pair-qd1"]), "a command must cross to the other CPU and back";
+    "nvme-null-qd32", Limits(&["pair-qd128"]), "the same in a stream";
+    "nvme-null-qd128", Limits(&["pair-qd128"]), "as above";
+    "vfio-user-null-qd1", Limits(&["pair-qd1"]), "a command must cross to the other CPU and back";
+    "vfio-user-null-qd32", Limits(&["pair-qd128"]), "the same in a stream";
+    "vfio-user-null-qd128", Limits(&["pair-qd128"]), "as above";
+    "vfio-user-ram-qd1", Limits(&["pair-qd1", "copy-4k-dram"]), "and the data must be copied";
+    "vfio-user-ram-qd32", Limits(&["pair-qd128", "copy-4k-dram-ahead"]), "as above";
+    "vfio-user-ram-qd128", Limits(&["pair-qd128", "copy-4k-dram-ahead"]), "as above";
     "vhost-null-qd1", Limits(&["virtio-qd1"]), "a request must cross to the other CPU and back";
     "vhost-null-qd1-packed", Limits(&["virtio-qd1"]), "as above";
     "vhost-null-qd32", Limits(&["virtio-qd128"]), "the same in a stream";

@@ -144,6 +144,25 @@ impl ListeningServer {
         ListeningServer::run(command, socket)
     }
 
+    /// Starts our daemon with an NVMe controller of so many I/O queues.
+    pub fn nvme(
+        ground: &CellFolder,
+        store: CellStore,
+        queues: usize,
+        cpu: Option<u32>,
+    ) -> Result<ListeningServer, String> {
+        let device = match store {
+            CellStore::Null => format!("null:{STORE_BYTES}"),
+            CellStore::Ram => format!("ram:{STORE_BYTES}"),
+            CellStore::Tmpfs => format!("file:{}", ground.file(Who::Ours)?.display()),
+        };
+        let (mut command, socket) = (on(cpu), ground.socket());
+        command.arg(program()?).args(["serve", "--control", "none", "--device", &device]);
+        command.args(["--spin-us", &SPIN_US.to_string()]);
+        command.args(["--export", &format!("vfio-user:{}?queues={queues}", socket.display())]);
+        ListeningServer::run(command, socket)
+    }
+
     /// Starts our daemon with one lane and two disks, one queue each: of this kind, and of memory. Returns the second
     /// one's socket, too.
     pub fn pair(ground: &CellFolder, store: CellStore, cpu: Option<u32>) -> Result<(ListeningServer, PathBuf), String> {

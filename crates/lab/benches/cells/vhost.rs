@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use blkyard_lab::floor::{HAND_OFF, MachineLimit, STORE_BYTES, Variant, WindowPlan, partner_cpu, variant};
 use blkyard_mem::{Region, RegionTable, Segment};
-use blkyard_mq::{Bio, HwQueue, HwQueueConfig, Op, QueueKind, SECTOR_BYTES};
+use blkyard_mq::{Bio, DeviceInfo, Driver, HwQueue, HwQueueConfig, Op, QueueKind, SECTOR_BYTES};
 use blkyard_os::now_ns;
 
 use crate::core::clock;
@@ -100,11 +100,16 @@ fn two_cores(
 
 /// Writes a served disk once, so that every page is allocated.
 pub fn write_all(socket: &Path) -> Result<(), String> {
-    const BYTES: u32 = 256 << 10;
     let disk = attach(socket, false)?;
     let driver = disk.queue(QueueKind::Poll, 1).map_err(|error| error.to_string())?;
+    write_all_by(driver, disk.info())
+}
+
+/// The same through this driver.
+pub fn write_all_by(driver: impl Driver<DirectSignals>, info: &DeviceInfo) -> Result<(), String> {
+    const BYTES: u32 = 256 << 10;
     let config = HwQueueConfig { depth: 1, ..HwQueueConfig::default() };
-    let mut queue = HwQueue::new(driver, Arc::new(disk.info().clone()), config);
+    let mut queue = HwQueue::new(driver, Arc::new(info.clone()), config);
     let memory = Region::shared(BYTES as usize).map_err(|error| error.to_string())?;
     memory.span(0, memory.len()).inspect(|all| all.fill(0x5a));
     queue.set_memory(&mut DirectSignals, Arc::new(RegionTable::new(vec![memory])));

@@ -14,8 +14,8 @@ use clap::ValueEnum;
 /// Command-line options of `bench`. Names and meanings follow fio; where they differ the text says so.
 #[derive(Clone, Debug, clap::Args)]
 pub struct BenchArgs {
-    /// The device: ram:SIZE, null:SIZE, model:NAME, file:PATH or a bare path, vhost-user:SOCKET. Write load destroys
-    /// its content.
+    /// The device: ram:SIZE, null:SIZE, model:NAME, file:PATH or a bare path, vhost-user:SOCKET, vfio-user:SOCKET,
+    /// nvme:/dev/ngXnY, nvme-tcp://HOST:PORT/NQN, pci:ADDRESS, chaos:SIZE. Write load destroys its content.
     ///
     /// Options follow as ?key=value, as for `serve`, such as 'ram:1G?latency_us=100&scheduler=fair'.
     #[arg(value_name = "DEVICE")]
@@ -82,6 +82,9 @@ pub struct BenchArgs {
     #[arg(long = "spin_us", visible_alias = "spin-us", value_name = "US", default_value_t = 0,
         value_parser = number(0, IdlePolicy::SPIN_US_MAX))]
     pub spin_us: u64,
+    /// Translate the memory of each I/O, instead of registering it once. Only to compare.
+    #[arg(long = "no-registered")]
+    pub no_registered: bool,
     /// Format of the report: text, or JSON with fio's keys.
     #[arg(long = "output-format", value_enum, value_name = "FORMAT", default_value_t = ReportFormat::Normal)]
     pub output_format: ReportFormat,
@@ -155,6 +158,8 @@ pub(crate) struct BenchPlan {
     pub(crate) read_percent: u32,
     pub(crate) verify: bool,
     pub(crate) seed: u64,
+    /// Buffers are registered.
+    pub(crate) is_registered: bool,
     pub(crate) fsync: u64,
     pub(crate) scheduler: SchedulerConfig,
     /// Rate limits of all jobs together.
@@ -214,6 +219,7 @@ impl BenchPlan {
             read_percent: args.rwmixread.unwrap_or(50),
             verify: args.verify.is_some(),
             seed: args.randseed,
+            is_registered: !args.no_registered,
             fsync: args.fsync,
             scheduler: take_device_scheduler(&mut Spec::parse(&args.device)?)?,
             rates: RateLimit::new(take_own_rate(&mut Spec::parse(&args.device)?)?).map(Arc::new).into_iter().collect(),

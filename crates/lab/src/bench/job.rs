@@ -15,7 +15,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
 
-use blkyard_mq::{Bio, BioFlags, Op, Region, RegionTable, SECTOR_SHIFT, Segment, Status};
+use blkyard_mq::{
+    Bio, BioFlags, BufferAccess, Op, Region, RegionTable, RegisterError, RegisteredBuffer, SECTOR_SHIFT, Segment,
+    Status,
+};
 
 use super::args::{BenchPlan, Pattern};
 use super::places::{BlockOrder, FastRng, Mix, stir};
@@ -148,6 +151,13 @@ impl BenchJob {
         &self.memory
     }
 
+    /// Its buffers, registered: for queues that have its memory.
+    pub(crate) fn register(&self) -> Result<Option<Arc<RegisteredBuffer>>, RegisterError> {
+        let region = self.memory.region(0).filter(|_| self.plan.is_registered);
+        let bytes = u64::from(self.plan.block_bytes) * self.plan.iodepth as u64;
+        region.map(|region| RegisteredBuffer::new(region, self.first_byte, bytes, BufferAccess::ReadWrite)).transpose()
+    }
+
     fn order_anew(&self) -> BlockOrder {
         BlockOrder::new(
             self.plan.pattern.is_random(),
@@ -176,7 +186,8 @@ impl BenchJob {
             && (self.free.len() >= self.plan.batch || self.in_flight == 0)
     }
 
-    /// The next request, if there is one and a slot is free. Segments point into `region` of the queue's table.
+    /// The next request, if there is one and a slot is free. Segments name `region`: a number of the queue's table, or
+    /// the id of the registered buffers.
     #[inline]
     pub(crate) fn request(&mut self, region: u32, now_ns: u64) -> Option<Box<Bio>> {
         if self.left == 0 {

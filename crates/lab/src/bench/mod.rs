@@ -33,8 +33,8 @@ use blkyard::rate::take_own_rate;
 use blkyard::scheduler::take_device_scheduler;
 use blkyard::spec::{Spec, SpecError};
 use blkyard::{Connector, Device, DeviceError, DeviceQueue, DiskError, queue_depth};
-use blkyard_mq::{HwQueue, HwQueueConfig, IdlePolicy, QueueKind};
-use blkyard_os::{LaneConfig, LaneError, LaneThread, RingConfig, Signals, cpu_places};
+use blkyard_mq::{HwQueue, HwQueueConfig, IdlePolicy, QueueKind, RegisterError};
+use blkyard_os::{LaneConfig, LaneError, LaneThread, RingConfig, Signals, cpu_places, node_of};
 
 pub use args::{BenchArgs, Pattern, ReportFormat, Verify};
 pub use report::BenchReport;
@@ -73,6 +73,9 @@ pub enum BenchError {
         /// The system's error.
         source: std::io::Error,
     },
+    /// Buffers cannot be registered.
+    #[error("{0}; or use --no-registered")]
+    Register(#[from] RegisterError),
     /// The system gave no descriptor.
     #[error("bench cannot start: {0}; see the limits on threads and open files")]
     System(#[from] std::io::Error),
@@ -226,7 +229,8 @@ fn spawn_own(
     device: &Device,
     jobs: Vec<BenchJob>,
 ) -> Result<Vec<LaneThread<Own<DeviceQueue>>>, BenchError> {
-    let cpus: Vec<_> = cpu_places().iter().map(|place| place.cpu).collect();
+    let places = cpu_places();
+    let cpus: Vec<_> = places.iter().map(|place| place.cpu).collect();
     // One thread a CPU stays where it is; more than that the system spreads better than we.
     let pinned = jobs.len() <= cpus.len();
     let info = Arc::new(device.info().clone());
@@ -240,12 +244,15 @@ fn spawn_own(
         let config = LaneConfig {
             name: format!("bench-{number}"),
             cpus: pinned.then(|| vec![cpus[number]]),
+            node: pinned.then(|| node_of(&places, &[cpus[number]])).flatten(),
             policy: IdlePolicy { spin_ns: args.spin_us.saturating_mul(1000) },
-            ring: RingConfig::default(),
+            ring: RingConfig { registers_memory: plan.is_registered, ..RingConfig::default() },
         };
+        let buffer = job.register()?;
         lanes.push(blkyard_os::spawn(config, move |ring| {
             hw.set_memory(ring, Arc::clone(job.memory()));
-            vec![Own::new(hw, job)]
+            let buffer = buffer.filter(|buffer| hw.add_buffer(ring, buffer));
+            vec![Own::new(hw, job, buffer.map(|buffer| buffer.id()))]
         })?);
     }
     Ok(lanes)

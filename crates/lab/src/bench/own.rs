@@ -5,7 +5,7 @@
 
 use std::os::fd::BorrowedFd;
 
-use blkyard_mq::{Driver, HwQueue, Poller, PollerState};
+use blkyard_mq::{BufferId, Driver, HwQueue, Poller, PollerState};
 
 use super::job::BenchJob;
 
@@ -14,13 +14,15 @@ use super::job::BenchJob;
 pub(crate) struct Own<D> {
     hw: HwQueue<D>,
     job: BenchJob,
+    /// Region that its segments name.
+    region: u32,
     deadline_ns: Option<u64>,
 }
 
 impl<D> Own<D> {
-    /// A job on a queue whose memory is the job's.
-    pub(crate) fn new(hw: HwQueue<D>, job: BenchJob) -> Own<D> {
-        Own { hw, job, deadline_ns: None }
+    /// A job on a queue whose memory is the job's, as region zero and as this registered buffer.
+    pub(crate) fn new(hw: HwQueue<D>, job: BenchJob, buffer: Option<BufferId>) -> Own<D> {
+        Own { hw, job, region: buffer.map_or(0, BufferId::number), deadline_ns: None }
     }
 }
 
@@ -31,11 +33,11 @@ impl<D: Driver<Cx>, Cx: ?Sized> Poller<Cx> for Own<D> {
 
     #[inline]
     fn run_once(&mut self, cx: &mut Cx, now_ns: u64) -> PollerState {
-        let Own { hw, job, .. } = self;
+        let Own { hw, job, region, .. } = self;
         let mut moved = hw.reap(cx, now_ns, &mut |bio| job.ended(bio, now_ns));
         if job.is_ready() {
             // There is room for all bios of the job.
-            while let Some(bio) = job.request(0, now_ns) {
+            while let Some(bio) = job.request(*region, now_ns) {
                 hw.submit(bio);
                 moved += 1;
             }

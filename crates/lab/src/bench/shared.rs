@@ -26,10 +26,13 @@ pub(crate) fn spawn(
 ) -> Result<Vec<JoinHandle<()>>, BenchError> {
     // A job's buffers are in the region of its number, which may be the same for all.
     let regions = jobs.iter().filter_map(|job| job.memory().region(0).cloned()).collect();
+    let registered: Vec<_> = jobs.iter().map(BenchJob::register).collect::<Result<_, _>>()?;
     let queues = Queues {
         device,
         info: Arc::new(device.info().clone()),
         memory: Arc::new(RegionTable::new(regions)),
+        buffers: registered.iter().flatten().map(Arc::clone).collect(),
+        registers_memory: plan.is_registered,
         bios: plan.iodepth,
         tags: plan.tags(device.info()),
         scheduler: plan.scheduler,
@@ -40,9 +43,10 @@ pub(crate) fn spawn(
     // A thread that has issued I/O for others stays until theirs has completed: see `SwQueue::leave`.
     let all_done = Arc::new(Barrier::new(plan.jobs));
     let mut threads = Vec::with_capacity(plan.jobs);
-    for (number, (queue, job)) in submitters.into_iter().zip(jobs).enumerate() {
+    for (number, ((queue, job), buffer)) in submitters.into_iter().zip(jobs).zip(registered).enumerate() {
         let (gate, all_done) = (Arc::clone(gate), Arc::clone(&all_done));
-        let worker = Worker { queue, job, region: number as u32, spin_ns };
+        let region = buffer.map_or(number as u32, |buffer| buffer.id().number());
+        let worker = Worker { queue, job, region, spin_ns };
         threads.push(std::thread::Builder::new().name(format!("bench-{number}")).spawn(move || {
             while !gate.open.load(Ordering::Acquire) {
                 std::thread::park();

@@ -47,7 +47,7 @@ pub(crate) fn pin_to(cpu: u32) {
 ///
 /// # Errors
 /// There is no second CPU.
-pub(crate) fn led<'a>(lead: impl FnMut() -> u64 + 'a, follow: impl FnMut() + Send + 'a) -> Result<Variant<'a>, String> {
+pub fn led<'a>(lead: impl FnMut() -> u64 + 'a, follow: impl FnMut() + Send + 'a) -> Result<Variant<'a>, String> {
     let cpu = partner_cpu()?;
     let (mut lead, mut follow) = (lead, follow);
     Ok(Box::new(move |window_ns| {

@@ -18,7 +18,7 @@ use self::report::FloorReport;
 use self::system::{CopyOrder, From};
 use crate::Console;
 
-pub use self::cpus::{partner_cpu, pin, together};
+pub use self::cpus::{led, partner_cpu, pin, together};
 pub use self::mock::{Mock, Stamps};
 pub use self::system::{STORE_BYTES, touched};
 pub use self::windows::{Round, Samples, Variant, WindowPlan, measure, variant};

@@ -7,16 +7,18 @@
 //! `nvme_kthread`, `nvme_resubmit_bios`.)
 //!
 //! Written with the same care as the core, so that only the design differs: plain words under the lock, no search from
-//! the first id, completions looked up by id and checked, I/Os counted and timed.
+//! the first id, completions looked up by id and checked, I/Os counted and timed. Rings, data pointers and doorbells
+//! are the product's, as in the other modes.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 
-use blkyard_mq::{Bio, DeviceInfo, SECTOR_BYTES, Status, Wake};
-use blkyard_sim::{Command, HostEnd};
+use blkyard_mq::{Bio, DeviceInfo, Op, SECTOR_BYTES, Status, Wake};
+use blkyard_nvme::{DmaSegment, ListError, LoopbackQueue, NvmeNamespace, Sqe, io};
 
-use super::end::{JobEnd, Moved, info};
+use super::end::{JobEnd, Moved};
 use super::job_flags::{JobFlag, deliver, job_of, lock};
+use super::pairs::StudyQueuePair;
 
 /// One queue, for all jobs that use it and the helper.
 pub(crate) struct BioQueue {
@@ -27,7 +29,7 @@ pub(crate) struct BioQueue {
 
 /// State under the lock.
 struct Inner {
-    host: HostEnd,
+    queue: LoopbackQueue,
     ids: Ids,
     /// Bios in flight, by id.
     places: Box<[BioSlot]>,
@@ -54,18 +56,18 @@ pub(crate) struct Account {
 impl BioQueue {
     /// A queue of `ids` commands, for at most `bios` bios.
     pub(crate) fn new(
-        host: HostEnd,
+        pair: StudyQueuePair,
         ids: usize,
         bios: usize,
         job_flags: Arc<[JobFlag]>,
         helper: Arc<dyn Wake>,
     ) -> Arc<BioQueue> {
         let inner = Inner {
-            host,
+            queue: pair.queue,
             ids: Ids::new(ids),
             places: (0..ids).map(|_| BioSlot::default()).collect(),
             list: VecDeque::with_capacity(bios),
-            info: info(),
+            info: pair.info,
             account: Account::default(),
         };
         Arc::new(BioQueue { inner: Mutex::new(inner), job_flags, helper })
@@ -104,35 +106,44 @@ impl Inner {
     /// Passes a bio on under an id.
     #[inline]
     fn start(&mut self, id: usize, bio: Box<Bio>, now_ns: u64) {
-        self.host.post(Command {
-            cid: id as u32,
-            op: bio.op,
-            sector: bio.sector,
-            sectors: bio.sectors,
-            data: bio.segments.first().copied().unwrap_or_default(),
-        });
-        self.host.ring();
+        let slot = id as u16;
+        let Ok(sqe) = self.command(slot, &bio) else { unreachable!("all buffers of the load are mapped") };
+        self.queue.pair.push(slot, sqe);
+        let _ = self.queue.pair.announce();
         self.places[id] = BioSlot { bio: Some(bio), start_ns: now_ns };
+    }
+
+    /// Makes a bio's command.
+    #[inline]
+    fn command(&mut self, slot: u16, bio: &Bio) -> Result<Sqe, ListError> {
+        let LoopbackQueue { namespace: NvmeNamespace { nsid, sector_shift, sgl_threshold }, .. } = self.queue;
+        let run = |segment| Some(DmaSegment { addr: self.queue.addr(segment)?, len: segment.len.into() });
+        let run = bio.segments.first().and_then(|segment| run(*segment));
+        let (psdt, data) = self.queue.lists.map(slot, bio.bytes(), run.into_iter(), sgl_threshold)?;
+        let opcode = if bio.op == Op::Read { io::READ } else { io::WRITE };
+        let sqe = Sqe::with_blocks(opcode, nsid, bio.sector >> sector_shift, bio.sectors >> sector_shift, 0);
+        Ok(sqe.with_data(psdt, data))
     }
 
     /// Takes the device's completions.
     #[inline]
     fn reap(&mut self, now_ns: u64, mut sink: impl FnMut(Box<Bio>)) -> usize {
+        let Inner { queue: LoopbackQueue { pair, lists, .. }, ids, places, account, .. } = self;
         let mut reaped = 0;
-        while let Some(completion) = self.host.completion() {
-            let id = completion.cid as usize;
-            // An unknown id is dropped, as everywhere.
-            let Some(BioSlot { bio, start_ns }) = self.places.get_mut(id) else { continue };
-            let Some(mut bio) = bio.take() else { continue };
-            self.ids.put(id);
-            bio.status = completion.status;
-            self.account.ios += 1;
-            self.account.sectors += u64::from(bio.sectors);
-            self.account.total_ns += now_ns.saturating_sub(*start_ns);
+        let _ = pair.poll(|completed| {
+            let _ = lists.release(completed.slot);
+            let id = usize::from(completed.slot);
+            let BioSlot { bio, start_ns } = &mut places[id];
+            // The queue pair returns only commands that were pushed.
+            let Some(mut bio) = bio.take() else { return };
+            ids.put(id);
+            bio.status = completed.status.to_status();
+            account.ios += 1;
+            account.sectors += u64::from(bio.sectors);
+            account.total_ns += now_ns.saturating_sub(*start_ns);
             reaped += 1;
             sink(bio);
-        }
-        self.host.release();
+        });
         reaped
     }
 }
@@ -276,10 +287,12 @@ impl Ids {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::study::end::CAPACITY_SECTORS;
     use crate::study::job_flags::{cookie, slot_of};
+    use crate::study::pairs::{StudyController, queue_pair};
     use crate::study::world::RecordedSignal;
-    use blkyard_mq::{Op, Segment};
-    use blkyard_sim::{DeviceEnd, PairCompletion, queue_pair};
+    use blkyard_mq::Segment;
+    use blkyard_sim::DeviceModel;
 
     #[test]
     fn ids_are_given_once_and_all_of_them() {
@@ -299,19 +312,19 @@ mod tests {
         bio
     }
 
-    fn finish(device: &mut DeviceEnd, count: usize) {
+    fn finish(device: &mut StudyController, count: usize) {
         for _ in 0..count {
-            let cid = device.command().unwrap().cid;
-            device.complete(PairCompletion { cid, status: Status::Ok });
+            let token = device.fetch().unwrap();
+            device.complete(token);
         }
     }
 
     /// A queue of two ids for two jobs.
-    fn queue() -> (Arc<BioQueue>, [BioEnd; 2], Arc<[Arc<RecordedSignal>; 3]>, DeviceEnd) {
-        let (host, device) = queue_pair(4);
+    fn queue() -> (Arc<BioQueue>, [BioEnd; 2], Arc<[Arc<RecordedSignal>; 3]>, StudyController) {
+        let (pair, device) = queue_pair(DeviceModel { ring_entries: 4, ..DeviceModel::NVME_2013 }, 1);
         let eventfds = Arc::new([(); 3].map(|()| Arc::new(RecordedSignal::default())));
         let job_flags = eventfds[..2].iter().map(|eventfd| JobFlag::new(8, eventfd.clone())).collect();
-        let queue = BioQueue::new(host, 2, 16, job_flags, eventfds[2].clone());
+        let queue = BioQueue::new(pair, 2, 16, job_flags, eventfds[2].clone());
         let ends = [0, 1].map(|job| BioEnd::new(&queue, job, 8));
         (queue, ends, eventfds, device)
     }
@@ -363,7 +376,7 @@ mod tests {
     fn what_makes_no_sense_is_refused() {
         let (queue, [mut one, _], eventfds, _) = queue();
         let wrong: [fn(&mut Bio); 5] = [
-            |bio| bio.sector = info().capacity_sectors - 7,
+            |bio| bio.sector = CAPACITY_SECTORS - 7,
             |bio| bio.sectors = 0,
             |bio| bio.sectors = 16,
             |bio| bio.segments.clear(),

@@ -1,14 +1,12 @@
 //! A job's end of its queue: the interface of every mode, to be run in virtual time and measured in real time.
 
-use std::sync::Arc;
-
-use blkyard_mq::{Bio, DeviceInfo, HwQueueConfig, Op, SECTOR_SHIFT, Segment};
+use blkyard_mq::{Bio, HwQueueConfig, Op, SECTOR_SHIFT, Segment};
 use blkyard_sim::Rng;
 
 /// Size of the model disk. No data is stored, so it is only a range for random positions.
-const CAPACITY_SECTORS: u64 = 1 << 31;
+pub(crate) const CAPACITY_SECTORS: u64 = 1 << 31;
 /// The post's block.
-const IO_BYTES: u32 = 4096;
+pub(crate) const IO_BYTES: u32 = 4096;
 const IO_SECTORS: u32 = IO_BYTES >> SECTOR_SHIFT;
 
 /// Result of one step, which determines its charge.
@@ -50,11 +48,6 @@ pub(crate) fn fill(bio: &mut Bio, slot: usize, rng: &mut Rng) {
     bio.sector = rng.below(CAPACITY_SECTORS / u64::from(IO_SECTORS)) * u64::from(IO_SECTORS);
     bio.sectors = IO_SECTORS;
     bio.segments.push(Segment { region: 0, offset: slot as u64 * u64::from(IO_BYTES), len: IO_BYTES });
-}
-
-/// Properties of the model disk, for the core.
-pub(crate) fn info() -> Arc<DeviceInfo> {
-    Arc::new(DeviceInfo { name: "model:nvme-2013".into(), capacity_sectors: CAPACITY_SECTORS, ..DeviceInfo::default() })
 }
 
 /// A hardware queue for `bios` bios over a device that takes `ids` commands.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use blkyard_mq::Wake;
-use blkyard_sim::{DeviceModel, ModelDevice};
+use blkyard_sim::DeviceModel;
 use serde::Serialize;
 
 use super::bio::{BioEnd, BioQueue, Helper};
@@ -11,6 +11,7 @@ use super::costs::{Costs, ModeCosts, StepCosts};
 use super::job_flags::JobFlag;
 use super::meter::StudyResult;
 use super::mq::MqEnd;
+use super::pairs::StudyControllers;
 use super::post::{POST, PostRow};
 use super::single::{Single, SingleEnd};
 use super::world::{Cast, RecordedSignal, Scene, StudyWorld};
@@ -116,11 +117,11 @@ impl GridPoint<'_> {
     pub(crate) fn bio(&self, tick_ns: Option<u64>) -> StudyResult {
         let (ids, GridPoint { jobs, depth, .. }) = (self.model.commands_max(), *self);
         let scene = self.scene(self.steps(&self.costs.bio, depth), tick_ns);
-        let cast = |device: &mut ModelDevice, eventfds: &[Arc<RecordedSignal>]| {
+        let cast = |pairs: &mut StudyControllers, eventfds: &[Arc<RecordedSignal>]| {
             let job_flags = self.job_flags(eventfds);
             let helper: Arc<dyn Wake> = eventfds[jobs].clone();
             let queues: Vec<_> = (0..jobs)
-                .map(|_| BioQueue::new(device.open_queue(), ids, depth, Arc::clone(&job_flags), Arc::clone(&helper)))
+                .map(|_| BioQueue::new(pairs.open(depth), ids, depth, Arc::clone(&job_flags), Arc::clone(&helper)))
                 .collect();
             Cast {
                 ends: queues.iter().enumerate().map(|(job, queue)| BioEnd::new(queue, job, depth)).collect(),
@@ -135,8 +136,8 @@ impl GridPoint<'_> {
     pub(crate) fn single(&self) -> StudyResult {
         let (ids, bios) = (self.model.commands_max(), self.jobs * self.depth);
         let scene = self.scene(self.steps(&self.costs.single, bios), None);
-        let cast = |device: &mut ModelDevice, eventfds: &[Arc<RecordedSignal>]| {
-            let queue = Single::new(device.open_queue(), ids, bios, self.job_flags(eventfds));
+        let cast = |pairs: &mut StudyControllers, eventfds: &[Arc<RecordedSignal>]| {
+            let queue = Single::new(pairs.open(self.depth), ids, bios, self.job_flags(eventfds));
             let ends = (0..self.jobs).map(|job| SingleEnd::new(&queue, job, bios)).collect();
             Cast { ends, queue_of: vec![0; self.jobs], helper: None }
         };
@@ -147,8 +148,8 @@ impl GridPoint<'_> {
     pub(crate) fn mq(&self) -> StudyResult {
         let ids = self.model.commands_max();
         let scene = self.scene(self.steps(&self.costs.mq, self.depth), None);
-        let cast = |device: &mut ModelDevice, _: &[Arc<RecordedSignal>]| {
-            let ends = (0..self.jobs).map(|_| MqEnd::new(device.open_queue(), ids, self.depth)).collect();
+        let cast = |pairs: &mut StudyControllers, _: &[Arc<RecordedSignal>]| {
+            let ends = (0..self.jobs).map(|_| MqEnd::new(pairs.open(self.depth), ids, self.depth)).collect();
             Cast { ends, queue_of: (0..self.jobs).collect(), helper: None }
         };
         StudyWorld::new(scene, cast).run()

@@ -17,17 +17,22 @@
 
 use std::collections::VecDeque;
 use std::hint::black_box;
+use std::iter;
 use std::sync::Arc;
 
-use blkyard_mq::{Bio, Status};
+use blkyard_mq::{Bio, Segment};
+use blkyard_nvme::{Psdt, Sqe, io};
 use blkyard_os::{now_ns, thread_cpu_ns};
-use blkyard_sim::{DeviceEnd, DeviceModel, HostEnd, PairCompletion, Rng, queue_pair};
+use blkyard_sim::{DeviceModel, Rng};
+use serde::Serialize;
 
 use super::bio::{BioEnd, BioQueue, Helper};
 use super::costs::{BATCHES, Curve, ModeCosts, StepCosts};
 use super::end::{JobEnd, fill};
+use super::instructions::{SectionCount, SectionList};
 use super::job_flags::{JobFlag, cookie, deliver, slot_of};
 use super::mq::MqEnd;
+use super::pairs::{StudyController, StudyQueuePair, queue_pair};
 use super::single::{Single, SingleEnd};
 use super::world::RecordedSignal;
 use crate::floor::windows::Samples;
@@ -57,16 +62,8 @@ pub(crate) struct MeasuredModes {
 /// Measures all steps of all modes, in so many windows each. `beyond` is how many bios are out when there are fewer
 /// ids.
 pub(crate) fn modes(model: DeviceModel, beyond: usize, windows: usize) -> MeasuredModes {
-    let ids = model.commands_max();
-    let mut rigs: [Box<dyn Windowed>; 6] = [
-        Box::new(bio_rig(model, ids, WITHIN)),
-        Box::new(bio_rig(model, ids, beyond)),
-        Box::new(single_rig(model, ids, WITHIN)),
-        Box::new(single_rig(model, ids, beyond)),
-        Box::new(mq_rig(model, ids, WITHIN)),
-        Box::new(mq_rig(model, ids, beyond)),
-    ];
-    let mut samples: [[MeasuredWindows; BATCHES.len()]; 6] = Default::default();
+    let mut rigs = rigs(model, beyond);
+    let mut samples: [[MeasuredWindows; BATCHES.len()]; RIGS.len()] = Default::default();
     let mut mail = WokenJobs::new();
     let mut mail_ns = Samples::default();
     for window in 0..WARM_UP + windows {
@@ -97,6 +94,101 @@ pub(crate) fn modes(model: DeviceModel, beyond: usize, windows: usize) -> Measur
         mail_ns: mail_ns.cost(),
     }
 }
+
+/// The modes' names, within their ids and beyond, in the order of [`rigs`].
+const RIGS: [(&str, bool); 6] =
+    [("bio", true), ("bio", false), ("single", true), ("single", false), ("mq", true), ("mq", false)];
+/// Batches whose instructions are counted.
+pub(crate) const COUNTED_BATCHES: [usize; 3] = [1, 16, 128];
+
+fn rigs(model: DeviceModel, beyond: usize) -> [Box<dyn Windowed>; RIGS.len()] {
+    let ids = model.commands_max();
+    [
+        Box::new(bio_rig(model, ids, WITHIN)),
+        Box::new(bio_rig(model, ids, beyond)),
+        Box::new(single_rig(model, ids, WITHIN)),
+        Box::new(single_rig(model, ids, beyond)),
+        Box::new(mq_rig(model, ids, WITHIN)),
+        Box::new(mq_rig(model, ids, beyond)),
+    ]
+}
+
+/// Executes each phase of each mode once, to have its instructions counted.
+pub(crate) fn sections(model: DeviceModel, beyond: usize, list: &mut SectionList) {
+    for (rig, (mode, within)) in rigs(model, beyond).iter_mut().zip(RIGS) {
+        for batch in COUNTED_BATCHES {
+            (0..WARM_UP).for_each(|_| {
+                rig.round(batch, &mut run_uncounted);
+            });
+            let mut phases = PHASES.into_iter();
+            rig.round(batch, &mut |work| {
+                let phase = phases.next().unwrap_or_default();
+                list.run(&format!("{mode} {within} {batch} {phase}"), BURST as u64, work);
+                0
+            });
+        }
+    }
+}
+
+/// Executes a phase without measuring it.
+pub(crate) fn run_uncounted(work: &mut dyn FnMut()) -> u64 {
+    work();
+    0
+}
+
+/// Executes a phase; nanoseconds.
+pub(crate) fn timed(work: &mut dyn FnMut()) -> u64 {
+    let start_ns = now_ns();
+    work();
+    now_ns() - start_ns
+}
+
+/// Instructions of one mode's steps for each I/O, in batches of one size.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct StepInstruction {
+    pub(crate) mode: &'static str,
+    /// Whether there is an id for every bio.
+    pub(crate) within: bool,
+    pub(crate) batch: usize,
+    pub(crate) collect: f64,
+    pub(crate) submit: f64,
+    /// The helper's service, where the mode has one.
+    pub(crate) pass: Option<f64>,
+}
+
+/// Of all modes.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct StepInstructions(pub(crate) Vec<StepInstruction>);
+
+impl StepInstructions {
+    pub(crate) fn new(sections: &[SectionCount]) -> StepInstructions {
+        let steps = RIGS.into_iter().flat_map(|(mode, within)| {
+            COUNTED_BATCHES.map(|batch| {
+                let of = |phase: &str| {
+                    let label = format!("{mode} {within} {batch} {phase}");
+                    sections.iter().find(|section| section.label == label).map(SectionCount::per_io)
+                };
+                let [posts, reaps, turns, passes] = PHASES.map(of);
+                let less = |more: Option<f64>, less: Option<f64>| Some(more? - less?);
+                StepInstruction {
+                    mode,
+                    within,
+                    batch,
+                    collect: less(reaps, posts).unwrap_or(f64::NAN),
+                    submit: less(turns, reaps).unwrap_or(f64::NAN),
+                    pass: less(passes, reaps),
+                }
+            })
+        });
+        StepInstructions(steps.collect())
+    }
+}
+
+/// The phases of a round, in order.
+const PHASES: [&str; 4] = ["posts", "reaps", "turns", "passes"];
+
+/// Executes a phase and returns its time in nanoseconds, if it is measured.
+pub(crate) type RunPhase<'a> = &'a mut dyn FnMut(&mut dyn FnMut()) -> u64;
 
 /// Nanoseconds of CPU for one step of each phase.
 #[derive(Clone, Copy, Debug, Default)]
@@ -136,19 +228,23 @@ fn steps(windows: &[MeasuredWindows; BATCHES.len()]) -> StepCosts {
     costs
 }
 
-/// Something that can be measured for a window, with batches of this size.
+/// Something that can be measured, with batches of this size.
 trait Windowed {
+    /// For a window.
     fn window(&mut self, batch: usize) -> Phases;
+
+    /// Each phase once; nanoseconds.
+    fn round(&mut self, batch: usize, run: RunPhase<'_>) -> [u64; 4];
 }
 
 /// A mode with the device's other end, and bios out.
 struct ModeRig<M: JobEnd> {
     end: M,
-    device: DeviceEnd,
+    controller: StudyController,
     /// For the device's part alone.
-    idle: (HostEnd, DeviceEnd),
-    /// Ids the device has, in order.
-    cids: VecDeque<u32>,
+    idle: IdlePair,
+    /// Tokens of the device's commands, in order.
+    tokens: VecDeque<u16>,
     free: Vec<Box<Bio>>,
     batch: Vec<Box<Bio>>,
     rng: Rng,
@@ -157,31 +253,69 @@ struct ModeRig<M: JobEnd> {
     now_ns: u64,
 }
 
+/// A queue pair without a driver.
+struct IdlePair {
+    host: StudyQueuePair,
+    controller: StudyController,
+    tokens: VecDeque<u16>,
+}
+
+impl IdlePair {
+    fn new(model: DeviceModel) -> IdlePair {
+        let (host, controller) = queue_pair(model, BURST);
+        IdlePair { host, controller, tokens: VecDeque::with_capacity(model.ring_entries) }
+    }
+
+    /// Has the controller fetch so many commands.
+    fn fill(&mut self, commands: usize) {
+        let StudyQueuePair { queue, .. } = &mut self.host;
+        let Some(data) = queue.addr(Segment { len: 4096, ..Segment::default() }) else { unreachable!("mapped") };
+        let sqe = Sqe::with_blocks(io::WRITE, queue.namespace.nsid, 0, 8, 0).with_data(Psdt::Prp, [data, 0]);
+        (0..commands as u16).for_each(|slot| queue.pair.push(slot, sqe));
+        let _ = queue.pair.announce();
+        self.tokens.extend(iter::from_fn(|| self.controller.fetch()));
+    }
+
+    /// Completes so many of them, as the device does.
+    #[inline]
+    fn post(&mut self, batch: usize) {
+        for _ in 0..batch {
+            let Some(token) = self.tokens.pop_front() else { unreachable!("filled before") };
+            self.controller.complete(token);
+        }
+    }
+
+    /// Takes the completions.
+    fn drain(&mut self) {
+        let _ = self.host.queue.pair.poll(|_| ());
+    }
+}
+
 fn eventfds() -> (Arc<[JobFlag]>, Arc<RecordedSignal>) {
     let job = JobFlag::new(BURST, Arc::new(RecordedSignal::default()));
     (Arc::new([job]), Arc::new(RecordedSignal::default()))
 }
 
 fn bio_rig(model: DeviceModel, ids: usize, bios: usize) -> ModeRig<BioEnd> {
-    let (host, device) = queue_pair(model.ring_entries);
+    let (pair, controller) = queue_pair(model, bios);
     let (job_flags, eventfd) = eventfds();
-    let queue = BioQueue::new(host, ids, bios, job_flags, eventfd);
+    let queue = BioQueue::new(pair, ids, bios, job_flags, eventfd);
     let helper = (bios > ids).then(|| Helper::new(vec![Arc::clone(&queue)], bios));
-    ModeRig::new(BioEnd::new(&queue, 0, bios), device, model, bios, helper)
+    ModeRig::new(BioEnd::new(&queue, 0, bios), controller, model, bios, helper)
 }
 
 fn single_rig(model: DeviceModel, ids: usize, bios: usize) -> ModeRig<SingleEnd> {
-    let (host, device) = queue_pair(model.ring_entries);
-    ModeRig::new(SingleEnd::new(&Single::new(host, ids, bios, eventfds().0), 0, bios), device, model, bios, None)
+    let (pair, controller) = queue_pair(model, bios);
+    ModeRig::new(SingleEnd::new(&Single::new(pair, ids, bios, eventfds().0), 0, bios), controller, model, bios, None)
 }
 
 fn mq_rig(model: DeviceModel, ids: usize, bios: usize) -> ModeRig<MqEnd> {
-    let (host, device) = queue_pair(model.ring_entries);
-    ModeRig::new(MqEnd::new(host, ids, bios), device, model, bios, None)
+    let (pair, controller) = queue_pair(model, bios);
+    ModeRig::new(MqEnd::new(pair, ids, bios), controller, model, bios, None)
 }
 
 impl<M: JobEnd> ModeRig<M> {
-    fn new(end: M, device: DeviceEnd, model: DeviceModel, bios: usize, helper: Option<Helper>) -> ModeRig<M> {
+    fn new(end: M, controller: StudyController, model: DeviceModel, bios: usize, helper: Option<Helper>) -> ModeRig<M> {
         let bio = |slot| {
             let mut bio = Bio::with_capacity(1);
             bio.cookie = cookie(0, slot);
@@ -189,9 +323,9 @@ impl<M: JobEnd> ModeRig<M> {
         };
         let mut rig = ModeRig {
             end,
-            device,
-            idle: queue_pair(model.ring_entries),
-            cids: VecDeque::with_capacity(model.ring_entries),
+            controller,
+            idle: IdlePair::new(model),
+            tokens: VecDeque::with_capacity(model.ring_entries),
             free: (0..bios).map(bio).collect(),
             batch: Vec::with_capacity(BURST),
             rng: Rng::new(1),
@@ -216,16 +350,16 @@ impl<M: JobEnd> ModeRig<M> {
     }
 
     fn fetch(&mut self) {
-        while let Some(command) = self.device.command() {
-            self.cids.push_back(command.cid);
+        while let Some(token) = self.controller.fetch() {
+            self.tokens.push_back(token);
         }
     }
 
     #[inline]
     fn post(&mut self, batch: usize) {
         for _ in 0..batch {
-            let Some(cid) = self.cids.pop_front() else { unreachable!("more is out than a phase answers") };
-            self.device.complete(PairCompletion { cid, status: Status::Ok });
+            let Some(token) = self.tokens.pop_front() else { unreachable!("more is out than a phase answers") };
+            self.controller.complete(token);
             self.now_ns += DeviceModel::NVME_2013.serial_ns;
         }
     }
@@ -251,42 +385,32 @@ impl<M: JobEnd> ModeRig<M> {
         }
     }
 
-    /// One phase: so many steps. Returns how long it took.
+    /// One phase: so many steps.
     #[inline]
-    fn phase(&mut self, steps: usize, mut step: impl FnMut(&mut Self)) -> u64 {
-        let start_ns = now_ns();
-        (0..steps).for_each(|_| step(self));
-        now_ns() - start_ns
+    fn phase(&mut self, run: RunPhase<'_>, steps: usize, mut step: impl FnMut(&mut Self)) -> u64 {
+        run(&mut || (0..steps).for_each(|_| step(self)))
     }
 }
 
 impl<M: JobEnd> Windowed for ModeRig<M> {
     fn window(&mut self, batch: usize) -> Phases {
         let steps = BURST / batch.max(1);
-        let (rounds, sums) = whole_window(|| self.round(batch, steps));
+        let (rounds, sums) = whole_window(|| self.round(batch, &mut timed));
         let [posts, reaps, turns, passes] = sums.map(|sum| sum as f64 / (rounds * steps) as f64);
         Phases { posts, reaps, turns, passes }
     }
-}
 
-impl<M: JobEnd> ModeRig<M> {
-    /// Each phase once; nanoseconds.
-    fn round(&mut self, batch: usize, steps: usize) -> [u64; 4] {
-        let posts = self.phase(steps, |rig| {
-            for _ in 0..batch {
-                let Some(cid) = rig.cids.pop_front() else { unreachable!("more is out than a phase answers") };
-                rig.cids.push_back(cid);
-                rig.idle.1.complete(PairCompletion { cid, status: Status::Ok });
-            }
-        });
-        while self.idle.0.completion().is_some() {}
-        self.idle.0.release();
-        let reaps = self.phase(steps, |rig| {
+    fn round(&mut self, batch: usize, run: RunPhase<'_>) -> [u64; 4] {
+        let steps = BURST / batch.max(1);
+        self.idle.fill(steps * batch);
+        let posts = self.phase(run, steps, |rig| rig.idle.post(batch));
+        self.idle.drain();
+        let reaps = self.phase(run, steps, |rig| {
             rig.post(batch);
             rig.collect();
         });
         self.settle();
-        let turns = self.phase(steps, |rig| {
+        let turns = self.phase(run, steps, |rig| {
             rig.post(batch);
             rig.collect();
             rig.submit(batch);
@@ -294,7 +418,7 @@ impl<M: JobEnd> ModeRig<M> {
         self.settle();
         let mut passes = 0;
         if let Some(mut helper) = self.helper.take() {
-            passes = self.phase(steps, |rig| {
+            passes = self.phase(run, steps, |rig| {
                 rig.post(batch);
                 rig.collect();
                 black_box(helper.look_after(0, rig.now_ns));
@@ -369,10 +493,10 @@ impl<M: JobEnd> Drop for ModeRig<M> {
     fn drop(&mut self) {
         loop {
             self.fetch();
-            if self.cids.is_empty() {
+            if self.tokens.is_empty() {
                 return;
             }
-            self.post(self.cids.len());
+            self.post(self.tokens.len());
             self.collect();
             self.free.clear();
             if let Some(helper) = &mut self.helper {

@@ -10,17 +10,28 @@
 //! 2014); see `vq/`.
 //!
 //! `time-slice` is the third: streams take turns at a disk (A. Herrmann, linux-kernel, February 2016); see `ts/`.
+//!
+//! `premapped` is the fourth: buffers are registered and mapped once for many I/Os (K. Busch, linux-nvme, August 2022);
+//! see `premapped/`.
+//!
+//! `latency-policy` is the fifth: a path is chosen by its latency (H. Reinecke, linux-nvme, April 2024); see `lp/`.
 
 mod bio;
 mod costs;
 mod end;
+mod folder;
 mod goals;
 mod grid;
+mod instructions;
 mod job_flags;
+mod lp;
 mod measure;
 mod meter;
 mod mq;
+mod pairs;
+mod parts;
 mod post;
+mod premapped;
 mod report;
 mod single;
 mod svg;
@@ -39,6 +50,8 @@ use clap::ValueEnum;
 
 use costs::Costs;
 use grid::GridLength;
+use instructions::SectionList;
+use measure::StepInstructions;
 use report::StudyReport;
 
 use crate::Console;
@@ -62,9 +75,15 @@ pub struct StudyArgs {
     /// Finish within a minute: fewer windows, shorter runs.
     #[arg(long)]
     pub quick: bool,
+    /// Execute only the sections whose instructions are counted: the study starts itself so under valgrind.
+    #[arg(long, hide = true)]
+    pub count_instructions: bool,
     /// Seed of all chance: places and jitter.
     #[arg(long, value_name = "SEED", default_value_t = 0x0062_6c6b_7961_7264)]
     pub seed: u64,
+    /// For premapped: only read this device, with memory mapped for each I/O and once.
+    #[arg(long, value_name = "DEVICE")]
+    pub device: Option<String>,
     /// For multi-vq: the other back-end that our driver is measured with.
     #[arg(long, value_name = "PROGRAM", default_value = "qemu-storage-daemon")]
     pub qemu_storage_daemon: PathBuf,
@@ -79,6 +98,10 @@ pub enum Study {
     MultiVq,
     /// Time slices for streams that share a disk, 2016.
     TimeSlice,
+    /// Buffers registered and mapped once, 2022.
+    Premapped,
+    /// A path for each I/O by its latency, 2024.
+    LatencyPolicy,
 }
 
 /// Why a study was not run.
@@ -116,6 +139,15 @@ pub fn run(args: &StudyArgs, console: Console) -> Result<ExitCode, StudyError> {
             (console.note)(&what);
         }
     };
+    if args.count_instructions {
+        let mut sections = SectionList::default();
+        match args.name {
+            Study::MqVsBio => measure::sections(DeviceModel::NVME_2013, BEYOND, &mut sections),
+            Study::Premapped => premapped::sections(args.quick, &mut sections),
+            Study::MultiVq | Study::TimeSlice | Study::LatencyPolicy => {}
+        }
+        return Ok((console.print)(&sections.text(), ExitCode::SUCCESS));
+    }
     match args.name {
         Study::MqVsBio => {
             let report = mq_vs_bio(args, say)?;
@@ -125,9 +157,24 @@ pub fn run(args: &StudyArgs, console: Console) -> Result<ExitCode, StudyError> {
             let report = vq::run(vq::VqLength::new(args.quick), &args.qemu_storage_daemon, args.seed, say)?;
             publish(args, console, report.is_met(), || vq::svg::picture(&report), || report.json(), || report.text())
         }
+        Study::Premapped if args.device.is_some() => {
+            let name = args.device.as_deref().unwrap_or_default();
+            let report = premapped::run_on_device(name, premapped::PremappedLength::new(args.quick))?;
+            let report = if args.json { format!("{}\n", report.json()) } else { report.text() };
+            Ok((console.print)(&report, ExitCode::SUCCESS))
+        }
+        Study::Premapped => {
+            let report = premapped::run(premapped::PremappedLength::new(args.quick), say)?;
+            let picture = || premapped::svg::picture(&report);
+            publish(args, console, report.is_met(), picture, || report.json(), || report.text())
+        }
         Study::TimeSlice => {
             let report = ts::run(ts::TimesliceLength::new(args.quick), args.seed, say)?;
-            publish(args, console, report.is_met(), || ts::svg::picture(&report), || report.json(), || report.text())
+            publish(args, console, report.is_met(), || report.picture(), || report.json(), || report.text())
+        }
+        Study::LatencyPolicy => {
+            let report = lp::run(lp::PathStudyLength::new(args.quick), args.seed, say);
+            publish(args, console, report.is_met(), || report.picture(), || report.json(), || report.text())
         }
     }
 }
@@ -141,12 +188,14 @@ fn mq_vs_bio(args: &StudyArgs, say: impl Fn(String)) -> Result<StudyReport, Stud
     };
     say("measuring the steps of each mode ...".into());
     let costs = measure(model, windows)?;
+    say("counting their instructions ...".into());
+    let instructions = instructions::count("mq-vs-bio", args.quick).map(|sections| StepInstructions::new(&sections));
     let rows = grid::play(model, &costs, length, args.seed, |point| {
         if point % 4 == 0 {
             say(format!("virtual time: {point} of {} points ...", post::POST.len()));
         }
     });
-    Ok(StudyReport::new(model, &costs, length, args.seed, rows))
+    Ok(StudyReport::new(model, &costs, instructions, length, args.seed, rows))
 }
 
 /// Draws and prints the requested parts of a report.

@@ -1,19 +1,20 @@
 //! Mode `mq`: the core as designed. A job owns its hardware queue: no lock, no sharing, one doorbell for a batch.
 
 use blkyard_mq::{Bio, Driver, HwQueue};
-use blkyard_sim::{HostEnd, PairDriver};
+use blkyard_nvme::LoopbackHost;
 
-use super::end::{JobEnd, Moved, config, info};
+use super::end::{JobEnd, Moved, config};
+use super::pairs::StudyQueuePair;
 
 /// A job's end: the hardware queue itself.
-pub(crate) struct MqEnd<D = PairDriver> {
+pub(crate) struct MqEnd<D = LoopbackHost> {
     hw: HwQueue<D>,
 }
 
 impl MqEnd {
     /// A queue of `ids` commands, for at most `bios` bios.
-    pub(crate) fn new(host: HostEnd, ids: usize, bios: usize) -> MqEnd {
-        MqEnd::over(HwQueue::new(PairDriver::new(host, ids), info(), config(ids, bios)))
+    pub(crate) fn new(pair: StudyQueuePair, ids: usize, bios: usize) -> MqEnd {
+        MqEnd::over(HwQueue::new(pair.queue.into_driver(), pair.info, config(ids, bios)))
     }
 }
 

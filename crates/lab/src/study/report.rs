@@ -8,16 +8,25 @@ use serde::Serialize;
 use super::costs::{BATCHES, Costs, ModeCosts};
 use super::goals::{Goal, PostClaim, claims, goals};
 use super::grid::{GridLength, GridRow, Ratios, TICK_NS};
+use super::measure::{COUNTED_BATCHES, StepInstruction, StepInstructions};
 use super::meter::StudyResult;
 use super::post::PostCell;
 use super::world::CPUS;
 use crate::bench::count;
+
+/// Parts that are the product's code.
+const REAL: &str =
+    "queue core, NVMe driver, rings and doorbells in memory, the controller's fetch, parsing and completion";
+/// Parts that are a model.
+const MODELLED: &str = "service times of the device; CPUs, locks, sleep and wake-up, at costs measured on this machine";
 
 /// Everything.
 #[derive(Debug)]
 pub(crate) struct StudyReport {
     pub(crate) model: DeviceModel,
     pub(crate) costs: Costs,
+    /// Or why they were not counted.
+    pub(crate) instructions: Result<StepInstructions, String>,
     pub(crate) length: GridLength,
     pub(crate) seed: u64,
     pub(crate) rows: Vec<GridRow>,
@@ -29,12 +38,13 @@ impl StudyReport {
     pub(crate) fn new(
         model: DeviceModel,
         costs: &Costs,
+        instructions: Result<StepInstructions, String>,
         length: GridLength,
         seed: u64,
         rows: Vec<GridRow>,
     ) -> StudyReport {
         let (goals, claims) = (goals(&rows), claims(&rows));
-        StudyReport { model, costs: costs.clone(), length, seed, rows, goals, claims }
+        StudyReport { model, costs: costs.clone(), instructions, length, seed, rows, goals, claims }
     }
 
     /// Whether every goal is met.
@@ -50,6 +60,8 @@ impl StudyReport {
             out,
             "study mq-vs-bio: 4 KiB random writes, a queue for each job (single: one for all), {CPUS} CPUs, virtual time\n\
              device: {:.2} us one by one, then {:.2} us together (stdev {:.2}); rings of {} ({})\n\
+             real: {REAL}\n\
+             model: {MODELLED}\n\
              length: {} I/Os a point, or each place {} times if that is more; seed {seed}\n",
             us(model.serial_ns),
             us(model.parallel_ns),
@@ -60,6 +72,7 @@ impl StudyReport {
             length.rounds
         );
         self.steps(&mut out);
+        self.instructions(&mut out);
         self.grid(&mut out);
         let _ = writeln!(out, "\nclaims of the post");
         for PostClaim { what, found, reproduced, reason } in &self.claims {
@@ -114,6 +127,38 @@ impl StudyReport {
         );
     }
 
+    fn instructions(&self, out: &mut String) {
+        let counted = match &self.instructions {
+            Ok(StepInstructions(counted)) => counted,
+            Err(why) => {
+                let _ = writeln!(out, "instructions of the steps: not counted, {why}\n");
+                return;
+            }
+        };
+        let _ = writeln!(
+            out,
+            "instructions of the steps for each I/O, counted by valgrind; independent of other load\n  {:34}{:>8}{:>8}{:>8}",
+            "in batches of", COUNTED_BATCHES[0], COUNTED_BATCHES[1], COUNTED_BATCHES[2]
+        );
+        for steps in counted.chunks(COUNTED_BATCHES.len()) {
+            let StepInstruction { mode, within, .. } = steps[0];
+            let ids = if within { "" } else { ", fewer ids than bios" };
+            let mut line = |what: &str, value: fn(&StepInstruction) -> Option<f64>| {
+                if steps.iter().all(|step| value(step).is_some()) {
+                    let _ = write!(out, "  {:34}", format!("{mode}: {what}{ids}"));
+                    steps.iter().filter_map(value).for_each(|value| {
+                        let _ = write!(out, "{value:8.1}");
+                    });
+                    let _ = writeln!(out);
+                }
+            };
+            line("collect", |step| Some(step.collect));
+            line(if mode == "bio" && !within { "fill, list" } else { "fill, submit" }, |step| Some(step.submit));
+            line("helper", |step| step.pass);
+        }
+        let _ = writeln!(out);
+    }
+
     fn grid(&self, out: &mut String) {
         let _ = writeln!(
             out,
@@ -161,9 +206,11 @@ impl StudyReport {
 
     /// The same, for programs.
     pub(crate) fn json(&self) -> String {
-        let StudyReport { model, costs, length, seed, rows, goals, claims } = self;
+        let StudyReport { model, costs, instructions, length, seed, rows, goals, claims } = self;
         let whole = StudyJson {
             study: "mq-vs-bio",
+            real: REAL,
+            modelled: MODELLED,
             model: ModelReport {
                 source: model.source,
                 serial_ns: model.serial_ns,
@@ -178,6 +225,8 @@ impl StudyReport {
             seed: *seed,
             batches: &BATCHES,
             costs,
+            instructions: instructions.as_ref().ok(),
+            not_counted: instructions.as_ref().err(),
             rows: rows.iter().map(JsonRow::of).collect(),
             claims,
             goals,
@@ -193,6 +242,10 @@ fn us(ns: u64) -> f64 {
 #[derive(Serialize)]
 struct StudyJson<'a> {
     study: &'static str,
+    /// Parts that are the product's code.
+    real: &'static str,
+    /// Parts that are a model.
+    modelled: &'static str,
     model: ModelReport,
     ios_min: u64,
     rounds_min: u64,
@@ -200,6 +253,9 @@ struct StudyJson<'a> {
     /// The sizes of batch that the curves in `costs` are of.
     batches: &'a [usize],
     costs: &'a Costs,
+    instructions: Option<&'a StepInstructions>,
+    /// Why there are no counts of instructions.
+    not_counted: Option<&'a String>,
     rows: Vec<JsonRow>,
     claims: &'a [PostClaim],
     goals: &'a [Goal],

@@ -6,21 +6,22 @@
 use std::sync::{Arc, Mutex};
 
 use blkyard_mq::{Bio, Driver, HwQueue};
-use blkyard_sim::{HostEnd, PairDriver};
+use blkyard_nvme::LoopbackHost;
 
-use super::end::{JobEnd, Moved, config, info};
+use super::end::{JobEnd, Moved, config};
 use super::job_flags::{JobFlag, deliver, job_of, spin_lock};
+use super::pairs::StudyQueuePair;
 
 /// The queue.
-pub(crate) struct Single<D = PairDriver> {
+pub(crate) struct Single<D = LoopbackHost> {
     hw: Mutex<HwQueue<D>>,
     job_flags: Arc<[JobFlag]>,
 }
 
 impl Single {
     /// A queue of `ids` commands, for at most `bios` bios.
-    pub(crate) fn new(host: HostEnd, ids: usize, bios: usize, job_flags: Arc<[JobFlag]>) -> Arc<Single> {
-        let hw = HwQueue::new(PairDriver::new(host, ids), info(), config(ids, bios));
+    pub(crate) fn new(pair: StudyQueuePair, ids: usize, bios: usize, job_flags: Arc<[JobFlag]>) -> Arc<Single> {
+        let hw = HwQueue::new(pair.queue.into_driver(), pair.info, config(ids, bios));
         Single::over(hw, job_flags)
     }
 }
@@ -33,7 +34,7 @@ impl<D> Single<D> {
 }
 
 /// A job's end.
-pub(crate) struct SingleEnd<D = PairDriver> {
+pub(crate) struct SingleEnd<D = LoopbackHost> {
     queue: Arc<Single<D>>,
     job: usize,
     away: Vec<Box<Bio>>,

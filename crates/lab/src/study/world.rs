@@ -15,10 +15,11 @@
 //! waits for a lock spins.
 
 use std::collections::VecDeque;
+use std::iter;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use blkyard_mq::{Bio, Wake};
+use blkyard_mq::{Bio, Status, Wake};
 use blkyard_sim::{DeviceEvent, DeviceModel, Events, ModelDevice, Rng};
 
 use super::bio::Helper;
@@ -26,6 +27,7 @@ use super::costs::{CallCost, CostStep, Costs, StepCosts};
 use super::end::{JobEnd, Moved, fill};
 use super::job_flags::{cookie, slot_of};
 use super::meter::{StudyMeter, StudyResult};
+use super::pairs::StudyControllers;
 
 /// CPUs of the post's host.
 pub(crate) const CPUS: usize = 4;
@@ -138,6 +140,7 @@ pub(crate) struct StudyWorld<'a, M> {
     scene: Scene<'a>,
     events: Events<StudyEvent>,
     device: ModelDevice,
+    controllers: StudyControllers,
     jobs: Vec<StudyJob<M>>,
     helper: Option<Helper>,
     /// Jobs first, then the helper.
@@ -153,12 +156,13 @@ impl<'a, M: JobEnd> StudyWorld<'a, M> {
     /// Sets the scene. `cast` opens the queues of the device; the eventfds are one for each job, then the helper's.
     pub(crate) fn new(
         scene: Scene<'a>,
-        cast: impl FnOnce(&mut ModelDevice, &[Arc<RecordedSignal>]) -> Cast<M>,
+        cast: impl FnOnce(&mut StudyControllers, &[Arc<RecordedSignal>]) -> Cast<M>,
     ) -> StudyWorld<'a, M> {
         assert!(scene.jobs <= CPUS, "each job has a CPU to itself");
-        let mut device = ModelDevice::new(scene.model, scene.seed);
+        let mut controllers = StudyControllers::new(scene.model);
         let eventfds: Vec<_> = (0..=scene.jobs).map(|_| Arc::new(RecordedSignal::default())).collect();
-        let Cast { ends, queue_of, helper } = cast(&mut device, &eventfds);
+        let Cast { ends, queue_of, helper } = cast(&mut controllers, &eventfds);
+        let device = ModelDevice::new(scene.model, controllers.len(), scene.seed);
         let queues = queue_of.iter().max().map_or(0, |last| last + 1);
         let job = |(number, (end, queue)): (usize, (M, usize))| StudyJob {
             end,
@@ -187,6 +191,7 @@ impl<'a, M: JobEnd> StudyWorld<'a, M> {
             scene,
             events,
             device,
+            controllers,
             jobs,
             helper,
             tasks: (0..=scene.jobs).map(task).collect(),
@@ -205,7 +210,8 @@ impl<'a, M: JobEnd> StudyWorld<'a, M> {
             let Some(event) = self.events.advance() else { panic!("the model stands still with I/O in flight") };
             match event {
                 StudyEvent::Device(event) => {
-                    if let Some(queue) = self.device.handle(event, &mut self.events) {
+                    if let Some((queue, token)) = self.device.handle(event, &mut self.events) {
+                        self.controllers.get(queue).complete(token as u16);
                         self.interrupt(queue);
                     }
                 }
@@ -317,6 +323,7 @@ impl<'a, M: JobEnd> StudyWorld<'a, M> {
         if step == CostStep::Collect {
             let moved = end.collect(now_ns, batch);
             *out -= batch.len();
+            assert!(batch.iter().all(|bio| bio.status == Status::Ok), "the modelled device fails nothing");
             free.extend(batch.drain(..));
             return moved;
         }
@@ -356,7 +363,8 @@ impl<'a, M: JobEnd> StudyWorld<'a, M> {
             CostStep::LookAfter(queue) => queue,
             CostStep::Collect | CostStep::Submit => self.jobs[task].queue,
         };
-        self.device.doorbell(queue, &mut self.events);
+        let controller = self.controllers.get(queue);
+        self.device.submit(queue, iter::from_fn(|| controller.fetch()).map(u32::from), &mut self.events);
         if step == CostStep::Collect {
             let now_ns = self.events.now_ns();
             let StudyJob { free, since_ns, .. } = &mut self.jobs[task];

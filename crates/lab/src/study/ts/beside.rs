@@ -12,9 +12,9 @@ use blkyard_sim::{DiskModel, FlashModel, Rng};
 
 use super::TimesliceLength;
 use super::job::TimesliceJob;
-use super::part::{Drawn, Part, column};
 use super::reader::{FileExtent, ReadAhead, Reader};
 use super::rig::{Hands, MS, S, SubmitterTally, TimesliceRequest, TimesliceScene, TimesliceSubmitter, run};
+use crate::study::parts::{Drawn, Part, column};
 
 /// One in so many runs of the study, each with a separate seed; of each figure the worst run counts.
 const RUNS_SHARE: u64 = 8;

@@ -9,10 +9,10 @@ use blkyard_sim::{DiskModel, FlashModel, Rng};
 use super::TimesliceLength;
 use super::job::TimesliceJob;
 use super::parallel::posted;
-use super::part::{Drawn, Part, column};
 use super::reader::{FileExtent, ReadAhead, Reader};
 use super::rig::{S, SubmitterTally, TimesliceScene, TimesliceSubmitter, run};
 use crate::study::goals::PostClaim;
+use crate::study::parts::{Drawn, Part, column};
 
 const JOBS: [u64; 5] = [1, 2, 4, 8, 16];
 /// Of each file: more than any job reads in the time there is.

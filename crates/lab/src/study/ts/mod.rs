@@ -10,16 +10,12 @@ mod job;
 mod jobs;
 mod neighbour;
 mod parallel;
-mod part;
 mod reader;
-mod report;
 mod rig;
-pub(super) mod svg;
 
 use std::io;
 
-use self::part::Part;
-use self::report::TimesliceReport;
+use crate::study::parts::{Part, PartsReport};
 
 /// How much is run.
 #[derive(Clone, Copy, Debug)]
@@ -59,10 +55,17 @@ const PARTS: [(&str, Runs); 14] = [
 ///
 /// # Errors
 /// There is no memory for it.
-pub(super) fn run(length: TimesliceLength, seed: u64, say: impl Fn(String)) -> io::Result<TimesliceReport> {
+pub(super) fn run(length: TimesliceLength, seed: u64, say: impl Fn(String)) -> io::Result<PartsReport> {
     let part = |(what, run): (&str, Runs)| {
         say(format!("virtual time: {what} ..."));
         run(length, seed)
     };
-    Ok(TimesliceReport { seed, parts: PARTS.into_iter().map(part).collect::<io::Result<_>>()? })
+    Ok(PartsReport {
+        study: "time-slice",
+        title: "Time slices for streams that share a device",
+        head: "the real queue core on models of devices, virtual time",
+        post_year: 2016,
+        seed,
+        parts: PARTS.into_iter().map(part).collect::<io::Result<_>>()?,
+    })
 }

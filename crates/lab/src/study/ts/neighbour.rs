@@ -8,8 +8,8 @@ use blkyard_sim::{FixedLatency, Flash, FlashModel, LineModel, Model};
 
 use super::TimesliceLength;
 use super::job::TimesliceJob;
-use super::part::{Drawn, Part, column};
 use super::rig::{MS, S, SubmitterTally, TimesliceScene, run};
+use crate::study::parts::{Drawn, Part, column};
 
 /// Depth of the neighbour.
 const DEPTH: usize = 256;

@@ -10,10 +10,10 @@ use blkyard_sim::{DiskModel, Rng};
 
 use super::TimesliceLength;
 use super::cache::{CopyShare, Flusher};
-use super::part::{Drawn, Part, column};
 use super::reader::{FileExtent, ReadAhead, Reader, StreamNumbers};
 use super::rig::{MS, TimesliceScene, run};
 use crate::study::goals::PostClaim;
+use crate::study::parts::{Drawn, Part, column};
 
 /// Size of a file, sectors.
 const FILE_SECTORS: u64 = 750_000_000 / 4096 * 8;

@@ -6,7 +6,6 @@
 //! and device apart also give the extra cost of a ring between two CPUs. In processes: our driver over a socket, at our
 //! daemon and at another's (`served.rs`).
 
-mod folder;
 mod live;
 mod report;
 mod rig;

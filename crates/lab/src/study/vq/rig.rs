@@ -19,9 +19,9 @@ use blkyard_os::{SystemClock, now_ns};
 use blkyard_sim::Rng;
 use blkyard_virtio::BlkConfig;
 
-use super::folder::Folder;
 use crate::floor::IO_BYTES;
 use crate::study::end::config;
+use crate::study::folder::Folder;
 
 /// I/Os that each job keeps in flight, as in the post.
 pub(super) const DEPTH: usize = 64;

@@ -20,12 +20,12 @@ use blkyard_os::{Signals, bind_to_us};
 use rustix::fs::{MemfdFlags, memfd_create};
 use serde::Serialize;
 
-use super::folder::Folder;
 use super::rig::{DEPTH, STORE_BYTES};
 use super::{COUNTS, QUEUES_MAX};
 use crate::bench::{self, BenchArgs, Pattern, ReportFormat};
 use crate::floor::Samples;
 use crate::study::StudyError;
+use crate::study::folder::Folder;
 
 /// Time limit for a back-end's start, which only binds a socket, on a busy machine.
 const READY_LIMIT: Duration = Duration::from_secs(30);
@@ -275,6 +275,7 @@ fn load(socket: &Path, jobs: usize, queues: usize, seed: u64) -> BenchArgs {
         randseed: seed,
         fsync: 0,
         spin_us: 0,
+        no_registered: false,
         output_format: ReportFormat::Normal,
     }
 }

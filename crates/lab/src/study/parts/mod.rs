@@ -1,4 +1,9 @@
-//! A part's result: a table, goals, the post's claims. Text, JSON and picture are made from it.
+//! Parts of a study in virtual time: a table, goals, the post's claims. Text, JSON and picture are made from them.
+
+mod report;
+mod svg;
+
+pub(crate) use report::PartsReport;
 
 use crate::study::goals::{Goal, PostClaim};
 

@@ -4,17 +4,25 @@ use std::fmt::Write;
 
 use serde_json::{Map, Value, json};
 
-use super::part::Part;
+use super::{Part, PartRow};
 use crate::study::goals::{Goal, PostClaim};
 
-/// Everything.
+/// All parts of a study.
 #[derive(Debug)]
-pub(crate) struct TimesliceReport {
-    pub(super) seed: u64,
-    pub(super) parts: Vec<Part>,
+pub(crate) struct PartsReport {
+    /// Name of the study.
+    pub(crate) study: &'static str,
+    /// Title of the picture.
+    pub(crate) title: &'static str,
+    /// What ran on what.
+    pub(crate) head: &'static str,
+    /// Year of the post.
+    pub(crate) post_year: u32,
+    pub(crate) seed: u64,
+    pub(crate) parts: Vec<Part>,
 }
 
-impl TimesliceReport {
+impl PartsReport {
     /// Whether every goal is met.
     pub(crate) fn is_met(&self) -> bool {
         self.parts.iter().flat_map(|part| &part.goals).all(|goal| goal.met)
@@ -22,8 +30,7 @@ impl TimesliceReport {
 
     /// The tables.
     pub(crate) fn text(&self) -> String {
-        let mut out =
-            format!("study time-slice: the real queue core on models of devices, virtual time; seed {}\n", self.seed);
+        let mut out = format!("study {}: {}; seed {}\n", self.study, self.head, self.seed);
         for part in &self.parts {
             table(&mut out, part);
         }
@@ -49,8 +56,7 @@ impl TimesliceReport {
         let goals: Vec<_> = self.parts.iter().flat_map(|part| &part.goals).collect();
         let claims: Vec<_> = self.parts.iter().flat_map(|part| &part.claims).collect();
         let parts: Vec<Value> = self.parts.iter().map(json_part).collect();
-        let whole =
-            json!({ "study": "time-slice", "seed": self.seed, "parts": parts, "goals": goals, "claims": claims });
+        let whole = json!({ "study": self.study, "seed": self.seed, "parts": parts, "goals": goals, "claims": claims });
         format!("{whole:#}")
     }
 }
@@ -78,7 +84,7 @@ fn table(out: &mut String, part: &Part) {
 }
 
 fn json_part(part: &Part) -> Value {
-    let row = |row: &super::part::PartRow| {
+    let row = |row: &PartRow| {
         let mut object = Map::new();
         object.insert("name".into(), row.name.clone().into());
         for (column, value) in part.columns.iter().zip(&row.values) {

@@ -3,8 +3,7 @@
 
 use std::fmt::Write;
 
-use super::part::Part;
-use super::report::TimesliceReport;
+use super::{Part, PartsReport};
 
 const WIDTH: f64 = 960.0;
 const LEFT: f64 = 300.0;
@@ -17,15 +16,23 @@ const HEAD: f64 = 52.0;
 const POST_COLOUR: &str = "#b35806";
 const OUR_COLOUR: &str = "#2166ac";
 
-/// The whole picture, SVG 1.1.
-pub(crate) fn picture(report: &TimesliceReport) -> String {
+impl PartsReport {
+    /// The whole picture, SVG 1.1.
+    pub(crate) fn picture(&self) -> String {
+        picture(self)
+    }
+}
+
+fn picture(report: &PartsReport) -> String {
     let height = TOP + report.parts.iter().map(|part| HEAD + ROW * part.rows.len() as f64).sum::<f64>() + 20.0;
     let mut out = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{WIDTH}\" height=\"{height}\" viewBox=\"0 0 {WIDTH} {height}\" \
          font-family=\"sans-serif\" font-size=\"12\">\n<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n\
-         <text x=\"20\" y=\"24\" font-size=\"16\">Time slices for streams that share a device (simulated)</text>\n\
+         <text x=\"20\" y=\"24\" font-size=\"16\">{} (simulated)</text>\n\
          <rect x=\"20\" y=\"34\" width=\"12\" height=\"10\" fill=\"{OUR_COLOUR}\"/><text x=\"36\" y=\"44\">here, with its deviation</text>\n\
-         <line x1=\"200\" x2=\"200\" y1=\"32\" y2=\"46\" stroke=\"{POST_COLOUR}\" stroke-width=\"3\"/><text x=\"208\" y=\"44\">post (2016)</text>\n"
+         <line x1=\"200\" x2=\"200\" y1=\"32\" y2=\"46\" stroke=\"{POST_COLOUR}\" stroke-width=\"3\"/><text x=\"208\" y=\"44\">post ({})</text>\n",
+        escape(report.title),
+        report.post_year
     );
     let mut top = TOP;
     for part in &report.parts {
