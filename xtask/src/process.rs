@@ -20,6 +20,9 @@ use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 /// poll.
 const POLL: Duration = Duration::from_millis(10);
 
+/// Time within which every thread of a child must have stopped after SIGSTOP.
+const STOP_LIMIT: Duration = Duration::from_secs(30);
+
 /// Result of a program.
 pub struct Ended {
     pub status: ExitStatus,
@@ -119,6 +122,26 @@ impl Running {
             kill_process(self.pid(), Signal::TERM).with_context(|| format!("cannot signal {}", self.name))?;
         }
         Ok(())
+    }
+
+    /// Stops the program as a debugger does and waits until all its threads have stopped, or lets it go on.
+    pub fn hang(&self, is_hung: bool) -> Result<()> {
+        let signal = if is_hung { Signal::STOP } else { Signal::CONT };
+        kill_process(self.pid(), signal).with_context(|| format!("cannot signal {}", self.name))?;
+        let start = Instant::now();
+        while is_hung && !self.has_stopped()? {
+            anyhow::ensure!(start.elapsed() < STOP_LIMIT, "{} does not stop", self.name);
+            std::thread::sleep(POLL);
+        }
+        Ok(())
+    }
+
+    /// Whether all threads of the program are stopped.
+    fn has_stopped(&self) -> Result<bool> {
+        let threads = std::fs::read_dir(format!("/proc/{}/task", self.child.id()))?;
+        // A thread whose status cannot be read has ended.
+        let states = threads.filter_map(|thread| std::fs::read_to_string(thread.ok()?.path().join("status")).ok());
+        Ok(states.into_iter().all(|status| status.contains("State:\tT")))
     }
 
     /// Waits until the program has ended. After `limit` it is killed, which is an error.

@@ -30,12 +30,26 @@ pub struct Vm<'a> {
     guest: &'a Guest,
     kernel: Kernel,
     processors: u16,
+    /// NUMA nodes, each with an equal share of processors and memory.
+    nodes: u16,
     boot_from_disk: bool,
     may_reboot: bool,
     reconnect_ms: Option<u32>,
     online: Option<u16>,
     incoming: Option<PathBuf>,
     disks: Vec<VmDisk>,
+    /// Sockets of NVMe controllers behind vfio-user.
+    controllers: Vec<PathBuf>,
+    /// Images behind NVMe controllers of QEMU's own.
+    nvme_images: Vec<PathBuf>,
+    /// Images of NVMe controllers of QEMU.
+    nvme: Vec<PathBuf>,
+    /// Image of a namespace with metadata.
+    metadata_image: Option<PathBuf>,
+    /// Folder of the host that the guest sees.
+    folder: Option<PathBuf>,
+    /// Options of QEMU's user network, if it has one.
+    network: Option<String>,
 }
 
 /// A disk behind a vhost-user-blk socket.
@@ -78,13 +92,53 @@ impl<'a> Vm<'a> {
             guest,
             kernel: Kernel::default(),
             processors,
+            nodes: 1,
             boot_from_disk: false,
             may_reboot: false,
             reconnect_ms: None,
             online: None,
             incoming: None,
             disks: Vec::new(),
+            controllers: Vec::new(),
+            nvme_images: Vec::new(),
+            nvme: Vec::new(),
+            metadata_image: None,
+            folder: None,
+            network: None,
         }
+    }
+
+    /// Adds a network card, eth0, with the loopback of the host behind 10.0.2.2. Connections to a port of the host's
+    /// loopback go to a port of the guest, each a pair of this list.
+    pub fn network(mut self, forwarded: &[(u16, u16)]) -> Self {
+        let forward = |(host, guest): &(u16, u16)| format!(",hostfwd=tcp:127.0.0.1:{host}-:{guest}");
+        self.network = Some(forwarded.iter().map(forward).collect());
+        self
+    }
+
+    /// Divides processors and memory between NUMA nodes. Such a machine has no disks over vhost-user.
+    pub fn nodes(mut self, nodes: u16) -> Self {
+        self.nodes = nodes;
+        self
+    }
+
+    /// Adds an NVMe controller of QEMU with this image, behind an emulated IOMMU. The first one is at 0000:01:00.0, in
+    /// a port from which it can be pulled, the next one at 0000:02:00.0.
+    pub fn nvme(mut self, image: impl Into<PathBuf>) -> Self {
+        self.nvme.push(image.into());
+        self
+    }
+
+    /// Adds namespace 2 to the first controller of QEMU: 8 bytes of metadata for each block, in a separate buffer.
+    pub fn nvme_metadata(mut self, image: impl Into<PathBuf>) -> Self {
+        self.metadata_image = Some(image.into());
+        self
+    }
+
+    /// Shares a folder of the host with the guest, there /host, read-only.
+    pub fn folder(mut self, folder: impl Into<PathBuf>) -> Self {
+        self.folder = Some(folder.into());
+        self
     }
 
     /// Adds a disk behind a vhost-user-blk socket. The first one is /dev/vda.
@@ -96,6 +150,18 @@ impl<'a> Vm<'a> {
     /// The same, in a port of its own from which it can be pulled. Linux finds those after all the others.
     pub fn disk_in_port(mut self, socket: impl Into<PathBuf>, queues: u16) -> Self {
         self.disks.push(VmDisk { socket: socket.into(), queues, packed: false, in_order: false, in_port: true });
+        self
+    }
+
+    /// Adds an NVMe controller behind a vfio-user socket. The first one is /dev/nvme0.
+    pub fn controller(mut self, socket: impl Into<PathBuf>) -> Self {
+        self.controllers.push(socket.into());
+        self
+    }
+
+    /// Adds an NVMe controller of QEMU's, with an image as its namespace.
+    pub fn nvme_image(mut self, image: impl Into<PathBuf>) -> Self {
+        self.nvme_images.push(image.into());
         self
     }
 
@@ -156,9 +222,21 @@ impl<'a> Vm<'a> {
     /// Boots and leaves the machine running.
     pub fn start(&self, task: &str) -> Result<Machine> {
         let folder = folder()?;
+        let mut prelude = String::new();
+        if self.folder.is_some() {
+            prelude.extend([MOUNT_FOLDER, "\n"]);
+        }
+        if self.network.is_some() {
+            prelude.extend([START_NETWORK, "\n"]);
+        }
+        let task = &(prelude + task);
         let mut words = KERNEL_WORDS.to_owned();
         if self.boot_from_disk {
             words.push_str(" root=/dev/vda");
+        }
+        if !self.nvme.is_empty() {
+            // On a busy machine the kernel finds the emulated timer too slow, and panics.
+            words.push_str(" intel_iommu=on no_timer_check");
         }
         if let Some(online) = self.online {
             words.extend([" maxcpus=", &online.to_string()]);
@@ -167,15 +245,39 @@ impl<'a> Vm<'a> {
         qemu.args(["-nodefaults", "-no-user-config"])
             .args(["-accel", "tcg,thread=multi", "-cpu", "max"])
             .args(["-smp", &self.processors.to_string(), "-m", &MEMORY_MIB.to_string()])
-            // The server of the disks maps the guest's memory, so it must be shareable.
-            .args(["-object", &format!("memory-backend-memfd,id=memory,size={MEMORY_MIB}M,share=on")])
-            .args(["-machine", "q35,memory-backend=memory"])
-            .args(task_options(self.guest, self.kernel, folder.path(), task, &words)?);
+            .args(self.memory_options());
+        if !self.nvme.is_empty() {
+            // First, for the devices to be behind it.
+            qemu.args(["-machine", "kernel-irqchip=split", "-device", "intel-iommu,intremap=on,caching-mode=on"]);
+        }
+        qemu.args(task_options(self.guest, self.kernel, folder.path(), task, &words)?);
         if !self.may_reboot {
             qemu.arg("-no-reboot");
         }
         if let Some(socket) = &self.incoming {
             qemu.args(["-incoming", &format!("unix:{}", socket.display())]);
+        }
+        for (index, image) in self.nvme.iter().enumerate() {
+            // The ports of disks have lower numbers.
+            let slot = 32 + index;
+            qemu.args(["-device", &format!("pcie-root-port,id=nvmeport{index},slot={slot}")])
+                .args(["-drive", &format!("file={},format=raw,if=none,id=nvmeimage{index}", image.display())])
+                .args([
+                    "-device",
+                    &format!("nvme,id=nvme{index},serial=N{index},drive=nvmeimage{index},bus=nvmeport{index}"),
+                ]);
+        }
+        if let Some(image) = &self.metadata_image {
+            qemu.args(["-drive", &format!("file={},format=raw,if=none,id=metadata", image.display())])
+                .args(["-device", "nvme-ns,bus=nvme0,drive=metadata,nsid=2,shared=off,ms=8,mset=0"]);
+        }
+        if let Some(folder) = &self.folder {
+            let folder = format!("local,id=folder,path={},security_model=none,readonly=on", folder.display());
+            qemu.args(["-fsdev", &folder, "-device", "virtio-9p-pci,fsdev=folder,mount_tag=host"]);
+        }
+        if let Some(options) = &self.network {
+            qemu.args(["-netdev", &format!("user,id=network{options}")])
+                .args(["-device", "virtio-net-pci,netdev=network,romfile="]);
         }
         let again = self.reconnect_ms.map(|ms| format!(",reconnect-ms={ms}")).unwrap_or_default();
         for (index, VmDisk { socket, queues, packed, in_order, in_port }) in self.disks.iter().enumerate() {
@@ -193,8 +295,37 @@ impl<'a> Vm<'a> {
             qemu.args(["-chardev", &format!("socket,id=disk{index},path={}{again}", socket.display())])
                 .args(["-device", &device]);
         }
+        for socket in &self.controllers {
+            qemu.args(["-device", &controller_option(socket)]);
+        }
+        for (index, image) in self.nvme_images.iter().enumerate() {
+            qemu.args(["-drive", &format!("file={},if=none,format=raw,id=image{index}", image.display())])
+                .args(["-device", &format!("nvme,serial=nvme-{index},drive=image{index}")]);
+        }
         Ok(Machine { running: Running::start("the guest", &qemu)?, folder })
     }
+
+    fn memory_options(&self) -> Vec<String> {
+        if self.nodes == 1 {
+            // The server of the disks maps the guest's memory, so it must be shareable.
+            let memory = format!("memory-backend-memfd,id=memory,size={MEMORY_MIB}M,share=on");
+            return ["-object", &memory, "-machine", "q35,memory-backend=memory"].map(str::to_owned).into();
+        }
+        let mut options = vec!["-machine".into(), "q35".into()];
+        let (each, share) = (MEMORY_MIB / u32::from(self.nodes), self.processors / self.nodes);
+        for node in 0..self.nodes {
+            let (first, last) = (node * share, (node + 1) * share - 1);
+            let memory = format!("memory-backend-ram,id=memory{node},size={each}M");
+            let node = format!("node,nodeid={node},cpus={first}-{last},memdev=memory{node}");
+            options.extend(["-object".into(), memory, "-numa".into(), node]);
+        }
+        options
+    }
+}
+
+/// QEMU's option for an NVMe controller behind a vfio-user socket.
+pub fn controller_option(socket: &Path) -> String {
+    json!({ "driver": "vfio-user-pci", "socket": { "type": "unix", "path": socket } }).to_string()
 }
 
 /// Boots a machine by a given shell command line, with the test guest's kernel and a task added.
@@ -208,6 +339,14 @@ pub fn start_command_line(guest: &Guest, line: &str, task: &str) -> Result<Machi
     shell.env("PATH", guest.search_path());
     Ok(Machine { running: Running::start("the guest", &shell)?, folder })
 }
+
+/// Gives the guest the folder of the host.
+const MOUNT_FOLDER: &str = "modprobe -a 9p 9pnet_virtio && mkdir /host &&
+    mount -t 9p -o trans=virtio,version=9p2000.L,ro host /host || exit 1";
+
+/// Gives the guest the addresses of QEMU's user network.
+const START_NETWORK: &str = "modprobe virtio_net && until test -e /sys/class/net/eth0; do sleep 0.1; done &&
+    ip link set lo up && ip link set eth0 up && ip address add 10.0.2.15/24 dev eth0 || exit 1";
 
 /// What the guest's kernel is told.
 const KERNEL_WORDS: &str = "console=ttyS0 quiet panic=-1 mitigations=off init_on_alloc=0 apparmor=0";
@@ -293,6 +432,18 @@ impl Machine {
         self.wait_until(|| Ok(monitor.command("chardev-remove", &json!({ "id": id })).is_ok()))
     }
 
+    /// Asks the guest to let go of an NVMe controller, and waits until QEMU has taken it out.
+    pub fn pull_nvme(&mut self, index: usize) -> Result<()> {
+        let id = format!("nvme{index}");
+        let mut monitor = self.monitor()?;
+        monitor.command("device_del", &json!({ "id": id }))?;
+        let folder = json!({ "path": "/machine/peripheral" });
+        self.wait_until(|| {
+            let devices = monitor.command("qom-list", &folder)?;
+            Ok(devices.as_array().is_some_and(|devices| devices.iter().all(|device| device["name"] != id.as_str())))
+        })
+    }
+
     /// Puts a disk into a port that is empty.
     pub fn plug(&self, index: usize, socket: &Path, queues: u16) -> Result<()> {
         let (id, port) = (format!("disk{index}"), format!("port{index}"));
@@ -304,6 +455,17 @@ impl Machine {
         let device = json!({ "driver": driver, "id": id, "chardev": id, "num-queues": queues, "bus": port });
         monitor.command("device_add", &device)?;
         Ok(())
+    }
+
+    /// Presses the reset button. The guest boots anew if it may reboot.
+    pub fn reset(&self) -> Result<()> {
+        self.monitor()?.command("system_reset", &json!({}))?;
+        Ok(())
+    }
+
+    /// Stops QEMU and everything in it, as a debugger does, or lets it go on.
+    pub fn hang(&self, is_hung: bool) -> Result<()> {
+        self.running.hang(is_hung)
     }
 
     fn monitor(&self) -> Result<Monitor> {

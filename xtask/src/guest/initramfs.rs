@@ -21,11 +21,36 @@ const INIT: &str = include_str!("init");
 
 /// Programs besides busybox, whose own versions lack needed options. busybox's shell prefers its own versions unless
 /// the whole path is given.
-const PROGRAMS: &[&str] = &["usr/bin/fio", "usr/sbin/blkdiscard", "usr/sbin/blockdev", "usr/sbin/mkfs.ext4"];
+const PROGRAMS: &[&str] = &[
+    "usr/bin/fio",
+    "usr/bin/setpriv",
+    "usr/sbin/blkdiscard",
+    "usr/sbin/blockdev",
+    "usr/sbin/e2fsck",
+    "usr/sbin/mkfs.ext4",
+    "usr/sbin/nvme",
+];
 
-/// Modules for the task's input, its output, the disk under test and its file system.
-const MODULES: &[&str] =
-    &["qemu_fw_cfg", "virtio_pci", "virtio_console", "virtio_blk", "ext4", "crc32c_generic", "crc32c_intel"];
+/// Modules for the task's input, its output, the disk under test and its file system; for a folder of the host; for
+/// NVMe, by the kernel's driver or by programs in the guest; and for NVMe over TCP, with the kernel as host or target.
+const MODULES: &[&str] = &[
+    "qemu_fw_cfg",
+    "virtio_pci",
+    "virtio_console",
+    "virtio_blk",
+    "ext4",
+    "crc32c_generic",
+    "crc32c_intel",
+    "9p",
+    "9pnet_virtio",
+    "nvme",
+    "vfio_pci",
+    "vfio_iommu_type1",
+    "virtio_net",
+    "nvme_tcp",
+    "nvmet_tcp",
+    "brd",
+];
 
 /// Modules of that list that newer kernels lack: their checksums are built in.
 const CHECKSUMS: &[&str] = &["crc32c_generic", "crc32c_intel"];

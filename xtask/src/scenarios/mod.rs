@@ -12,11 +12,18 @@ mod daemon;
 mod first_minute;
 mod foreign;
 mod guest;
+mod numa;
+mod nvme;
+mod nvme_cli;
+mod nvme_ng;
+mod nvme_tcp;
+mod pci;
 mod plug;
 mod queues;
 mod rates;
 mod refusals;
 mod sharing;
+mod studies;
 mod takeover;
 
 use std::fs::File;
@@ -64,11 +71,18 @@ pub fn all() -> impl Iterator<Item = &'static Scenario> {
     let host = served.chain(rates::SCENARIOS).chain(sharing::SCENARIOS);
     let host = host.chain(refusals::SCENARIOS).chain(attached::SCENARIOS);
     host.chain(first_minute::SCENARIOS)
+        .chain(studies::SCENARIOS)
         .chain(guest::SCENARIOS)
         .chain(queues::SCENARIOS)
         .chain(plug::SCENARIOS)
+        .chain(numa::SCENARIOS)
+        .chain(pci::SCENARIOS)
         .chain(crash::SCENARIOS)
         .chain(takeover::SCENARIOS)
+        .chain(nvme::SCENARIOS)
+        .chain(nvme_cli::SCENARIOS)
+        .chain(nvme_ng::SCENARIOS)
+        .chain(nvme_tcp::SCENARIOS)
 }
 
 /// A requirement of a scenario that this machine lacks; the scenario is skipped.

@@ -2,12 +2,13 @@
 //!
 //! The guest's QEMU does not reconnect: if the connection were lost, the disk would be, too.
 
+use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
 use super::{MIB, RunsIn, Scenario, ScenarioContext, control, crash};
-use crate::server::{Export, OfferedDevice, ReadyServer};
+use crate::server::{OfferedDevice, ReadyServer};
 use crate::vm::Vm;
 
 pub const SCENARIOS: &[Scenario] = &[
@@ -28,7 +29,7 @@ pub const SCENARIOS: &[Scenario] = &[
 ];
 
 /// Number of daemons after the first.
-const HEIRS: usize = 8;
+pub(super) const HEIRS: usize = 8;
 
 fn guest_fio(ground: &ScenarioContext, packed: bool) -> Result<()> {
     let image = ground.image("disk.img", 64 * MIB)?;
@@ -40,7 +41,7 @@ fn guest_fio(ground: &ScenarioContext, packed: bool) -> Result<()> {
     let mut rests = Vec::new();
     for heir in 0..HEIRS {
         crash::go_on(&mut machine)?;
-        let (taker, rested) = take_over(ground, &export).with_context(|| format!("heir {heir}"))?;
+        let (taker, rested) = take_over(ground, &export.socket).with_context(|| format!("heir {heir}"))?;
         std::mem::replace(&mut server, taker).end().context("the daemon before")?;
         rests.push(rested);
     }
@@ -50,12 +51,12 @@ fn guest_fio(ground: &ScenarioContext, packed: bool) -> Result<()> {
     Ok(())
 }
 
-/// Starts a daemon that replaces the serving one, and returns the length of the guests' pause.
-fn take_over(ground: &ScenarioContext, export: &Export) -> Result<(ReadyServer, Duration)> {
+/// Starts a daemon that replaces the serving one of this socket, and returns the length of the guests' pause.
+pub(super) fn take_over(ground: &ScenarioContext, socket: &Path) -> Result<(ReadyServer, Duration)> {
     const SAID: &str = "took over: guests were paused for ";
     let mut command = ground.program.command()?;
     command.args(["serve", "--takeover"]).arg(ground.path("control.sock"));
-    let server = ReadyServer::start_command(&command, std::slice::from_ref(&export.socket), &ground.log)?;
+    let server = ReadyServer::start_command(&command, &[socket.to_owned()], &ground.log)?;
     let said = server.said()?;
     let rested = said.lines().find_map(|line| line.strip_prefix(SAID)?.split(' ').next()?.parse::<f64>().ok());
     let rested = rested.with_context(|| format!("the new daemon does not say how long guests rested:\n{said}"))?;

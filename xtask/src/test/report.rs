@@ -187,11 +187,16 @@ impl Report {
     }
 }
 
-/// Lines of a failure with its cause: failed tests, their programs, and errors of a compiler or a system call; the
-/// first line if there are none.
+/// Lines of a failure with its cause: failed tests with their panics, their programs, and errors of a compiler or a
+/// system call; the first line if there are none.
 fn telling(text: &str) -> Vec<&str> {
+    let mut is_message = false;
     let tells = |line: &&str| {
-        (line.starts_with("test ") && line.ends_with("FAILED"))
+        let is_panic = line.contains("panicked at ");
+        // The message is on the line after the place.
+        let tells = std::mem::replace(&mut is_message, is_panic) || is_panic;
+        tells
+            || (line.starts_with("test ") && line.ends_with("FAILED"))
             || line.starts_with(RERUN)
             || line.starts_with("`-p ")
             || ["error:", "error[", "os error"].iter().any(|word| line.contains(word))
@@ -238,6 +243,8 @@ mod tests {
             "test a ... ok\ntest b ... FAILED\nnoise\nerror: No space left on device (os error 28)\ntest result: ok.";
         assert_eq!(telling(text), ["test b ... FAILED", "error: No space left on device (os error 28)"]);
         assert_eq!(telling("broken\nall of it"), ["broken"]);
+        let panic = "---- b stdout ----\nstarted\nthread 'b' panicked at b.rs:1:1:\ntoo late\nnote: run with\n";
+        assert_eq!(telling(panic), ["thread 'b' panicked at b.rs:1:1:", "too late"]);
     }
 
     #[test]

@@ -273,8 +273,38 @@ fn verdict(command: &Command, ended: &Ended) -> Result<Verdict> {
     // Thousands of lines of tests that passed may stand between one that failed and the end.
     let names: Vec<&str> = ended.stdout.lines().filter(|line| line.ends_with("... FAILED")).collect();
     let reruns = reruns(command, &ended.stdout).join("\n");
-    let text = format!("{reruns}\n{}\n{}", names.join("\n"), tail(&ended.stdout, SHOWN_LINES));
+    let said = failed_output(&ended.stdout, SHOWN_LINES).unwrap_or_else(|| tail(&ended.stdout, SHOWN_LINES));
+    let text = format!("{reruns}\n{}\n{said}", names.join("\n"));
     Ok(Verdict::Mixed { passed, failed, skipped, text })
+}
+
+/// What the failed tests printed, at most `lines` lines in all: each test has an equal part, which begins at its panic
+/// if it printed more. Unset if no test printed anything.
+fn failed_output(output: &str, lines: usize) -> Option<String> {
+    let mut sections: Vec<Vec<&str>> = Vec::new();
+    let mut is_inside = false;
+    for line in output.lines() {
+        if line.starts_with("---- ") && line.ends_with(" stdout ----") {
+            is_inside = true;
+            sections.push(vec![line]);
+        } else if ["failures:", "error: test failed", "test result: "].iter().any(|end| line.starts_with(end)) {
+            is_inside = false;
+        } else if is_inside && !line.trim().is_empty() {
+            sections.last_mut()?.push(line);
+        }
+    }
+    // A test's name and one line are the least that is of use.
+    let part = (lines / sections.len().max(1)).max(2);
+    let mut shown = Vec::new();
+    for section in &sections {
+        let (name, said) = section.split_first()?;
+        let panic = said.iter().position(|line| line.contains("panicked at ")).unwrap_or(0);
+        let from = if said.len() < part { 0 } else { panic.min(said.len() - part + 1) };
+        shown.push(*name);
+        shown.extend(said.iter().skip(from).take(part - 1));
+    }
+    shown.truncate(lines);
+    (!shown.is_empty()).then(|| shown.join("\n"))
 }
 
 /// Commands for a shell, one for each test program that failed, which run only its tests that did; all of one that
@@ -354,6 +384,45 @@ mod tests {
         command.arg("--release").env("RUSTFLAGS", "--cfg loom");
         let with_flags = "rerun: RUSTFLAGS='--cfg loom' cargo test --release -p blkyard-os --test c";
         assert_eq!(reruns(&command, output)[1], with_flags);
+    }
+
+    #[test]
+    fn failure_shows_what_the_failed_tests_printed() {
+        let output = "running 3 tests\n\
+            test good ... ok\n\
+            test bad ... FAILED\n\
+            \nfailures:\n\n\
+            ---- bad stdout ----\n\
+            server started\n\
+            \nthread 'bad' (7) panicked at crates/mq/src/a.rs:1:2:\n\
+            assertion `left == right` failed\n\
+            \x20 left: 1\n\
+            \n\nfailures:\n\
+            \x20   bad\n\
+            \ntest result: FAILED. 1 passed; 1 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.00s\n\
+            error: test failed, to rerun pass `-p blkyard-mq --lib`\n\
+            \x20  Doc-tests blkyard\n\nrunning 0 tests\n";
+        let all = "---- bad stdout ----\nserver started\nthread 'bad' (7) panicked at crates/mq/src/a.rs:1:2:\n\
+            assertion `left == right` failed\n  left: 1";
+        assert_eq!(failed_output(output, 40).unwrap(), all);
+        let cut = "---- bad stdout ----\nthread 'bad' (7) panicked at crates/mq/src/a.rs:1:2:\n\
+            assertion `left == right` failed";
+        assert_eq!(failed_output(output, 3).unwrap(), cut, "a long output is cut before the panic");
+        assert_eq!(failed_output("test good ... ok\n", 40), None);
+    }
+
+    #[test]
+    fn output_of_many_failed_tests_is_shared_out() {
+        let one =
+            |number| format!("---- t{number} stdout ----\n{}panicked at x.rs\nwhy {number}\n", "noise\n".repeat(99));
+        let output: String = (0..10).map(one).collect();
+        let shown = failed_output(&output, 40).unwrap();
+        assert_eq!(shown.lines().count(), 40);
+        assert!(
+            (0..10).all(|number| shown.contains(&format!("---- t{number} stdout ----\nnoise\npanicked"))),
+            "{shown}"
+        );
+        assert!((0..10).all(|number| shown.contains(&format!("why {number}"))), "{shown}");
     }
 
     #[test]

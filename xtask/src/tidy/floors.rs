@@ -17,19 +17,25 @@ const FLOORS: &[(&str, &[&str])] = &[
     ("mq", &["mem"]),
     ("sys", &["mem"]),
     ("virtio", &["mem", "mq"]),
-    ("nvme", &["mem", "mq"]),
+    ("nvme", &["mem", "wire", "mq"]),
+    ("mpath", &["mq"]),
     ("export", &["mem", "wire", "mq", "sys", "virtio", "nvme"]),
     ("attach", &["mem", "wire", "mq", "sys", "virtio", "nvme"]),
     ("os", &["mem", "mq", "sys"]),
-    ("sim", &["mem", "mq", "virtio", "export", "attach"]),
+    ("sim", &["mem", "mq"]),
     ("blkyard", &["mem", "wire", "mq", "sys", "virtio", "nvme", "export", "attach", "os", "sim"]),
-    ("lab", &["mem", "wire", "mq", "sys", "virtio", "nvme", "export", "attach", "os", "sim", "blkyard"]),
-    ("cli", &["mem", "wire", "mq", "sys", "virtio", "nvme", "export", "attach", "os", "sim", "blkyard", "lab"]),
+    ("lab", &["mem", "wire", "mq", "sys", "virtio", "nvme", "mpath", "export", "attach", "os", "sim", "blkyard"]),
+    (
+        "cli",
+        &["mem", "wire", "mq", "sys", "virtio", "nvme", "mpath", "export", "attach", "os", "sim", "blkyard", "lab"],
+    ),
 ];
 
-/// Further imports of a crate's tests: the queue core is tested over the simulation's chaos device, an export on real
+/// Further imports of a crate's tests: the queue core is tested over the simulation's chaos device, path
+/// policies over its model paths, an export on real
 /// lanes, attached disks against an export.
-const TESTS: &[(&str, &[&str])] = &[("mq", &["sim"]), ("export", &["os", "attach"]), ("attach", &["export", "os"])];
+const TESTS: &[(&str, &[&str])] =
+    &[("mq", &["sim"]), ("mpath", &["sim"]), ("export", &["os", "attach"]), ("attach", &["export", "os"])];
 
 /// Crates of the command line, and who may import them: a program that embeds the library has its own.
 const COMMAND_LINE: (&[&str], &[&str]) = (&["clap", "indicatif"], &["lab", "cli"]);

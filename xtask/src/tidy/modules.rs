@@ -20,8 +20,8 @@ const FREE: &[&str] = &["attach", "lab", "cli"];
 /// Folders in `crates/` with a core for every protocol, their modules that are one protocol each, and the crates of
 /// protocols. The core names none of these, nor what the crate exports of its protocols.
 const PROTOCOLS: &[(&str, &[&str], &[&str])] = &[
-    ("attach", &["vfio_user", "vhost_user"], &["vhost", "blkyard_wire", "blkyard_nvme"]),
-    ("export", &["vfio_user", "vhost_user"], &["vhost", "blkyard_wire", "blkyard_virtio", "blkyard_nvme"]),
+    ("attach", &["nvme", "nvme_tcp", "vfio_user", "vhost_user"], &["vhost", "blkyard_wire", "blkyard_nvme"]),
+    ("export", &["nvme_tcp", "vfio_user", "vhost_user"], &["vhost", "blkyard_wire", "blkyard_virtio", "blkyard_nvme"]),
 ];
 
 /// The modules that each module of a crate names.
