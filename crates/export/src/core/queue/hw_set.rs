@@ -183,7 +183,7 @@ impl<D> HwQueueSet<D> {
         self.queues.iter_mut().map(|hw| if left > 0 { hw.cancel(&mut left, &mut is_its) } else { 0 }).sum()
     }
 
-    /// Reaps the queues that are not idle: an idle one of many namespaces is not polled.
+    /// Reaps the queues that are not idle, and those whose drivers have messages of their own to read.
     #[inline(always)]
     pub(super) fn reap<Cx: ?Sized>(&mut self, cx: &mut Cx, now_ns: u64, sink: &mut impl FnMut(Box<Bio>)) -> usize
     where
