@@ -11,21 +11,29 @@
 //! | `latency` | the path with the lowest mean latency of the last window, as posted in April 2024 |
 //! | `adaptive` | the path with the lowest expected cost, by service time, load and capacity; default |
 //!
-//! After construction nothing here allocates. This crate moves no I/O: failover and requeueing belong to the owner of
-//! the paths' queues.
+//! A [`MultipathQueue`] is the driver of a hardware queue over the drivers of its paths: it chooses, and moves requests
+//! off a path that is lost. The owner of a path's connection tells its state and its proofs by a [`PathMonitor`].
+//!
+//! After construction nothing here allocates, except for another policy.
 #![forbid(unsafe_code)]
 
 mod adaptive;
 mod hedge;
 mod latency;
 mod load;
+mod monitor;
 mod path;
 mod policy;
+mod queue;
 mod simple;
+mod stats;
 
 pub use adaptive::Adaptive;
 pub use hedge::{HedgeConfig, HedgeTimer};
 pub use latency::LatencyPolicy;
+pub use monitor::PathMonitor;
 pub use path::{AccessState, ConnectionState, PATHS_MAX, PathClass, PathSet, PathState};
 pub use policy::{ChoiceReason, PathChoice, PathIo, PathPolicy, PolicyKind, UnknownPolicy};
+pub use queue::{MultipathQueue, MultipathSettings, QueuePath};
 pub use simple::{NumaPolicy, QueueDepth, RoundRobin};
+pub use stats::{MultipathStats, PathCounters};

@@ -85,6 +85,12 @@ pub trait Driver<Cx: ?Sized> {
     fn deadline_ns(&self) -> Option<u64> {
         None
     }
+
+    /// Generation of the connection that the requests in flight were sent on; constant for a driver without one. Names
+    /// what a [`Fenced`](crate::Fenced) must cover.
+    fn generation(&self) -> u32 {
+        0
+    }
 }
 
 /// A driver of a kind known at run time: one indirect call for a batch, none for a request.
@@ -149,6 +155,11 @@ impl<Cx: ?Sized, D: Driver<Cx> + ?Sized> Driver<Cx> for Box<D> {
     #[inline]
     fn deadline_ns(&self) -> Option<u64> {
         (**self).deadline_ns()
+    }
+
+    #[inline]
+    fn generation(&self) -> u32 {
+        (**self).generation()
     }
 }
 

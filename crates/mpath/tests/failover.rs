@@ -1,0 +1,523 @@
+//! A queue over several paths: order of failover, what is held and for how long, and writes that a lost path may still
+//! execute.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use blkyard_mpath::{
+    AccessState, ChoiceReason, ConnectionState, MultipathQueue, MultipathSettings, PathMonitor, PathState, PolicyKind,
+    QueuePath,
+};
+use blkyard_mq::{
+    Batch, Bio, DeviceInfo, Done, Driver, FenceEvidence, HwQueue, HwQueueConfig, Op, QueueLimits, RegionTable, Segment,
+    Shortage, Status, Tag, TimedOut,
+};
+use blkyard_sim::Rng;
+
+const MS: u64 = 1_000_000;
+const NO_PATH_NS: u64 = 5_000 * MS;
+const DEPTH: usize = 16;
+
+/// A command at a path. The offset of a write's segment stands for its data.
+#[derive(Debug)]
+struct Sent {
+    tag: Tag,
+    op: Op,
+    sector: u64,
+    data: u64,
+}
+
+/// What a path does with its commands; the test has the other end.
+#[derive(Debug, Default)]
+struct Wire {
+    refuses: bool,
+    /// Commands that it takes; unset for all.
+    room: Option<usize>,
+    generation: u32,
+    sent: Vec<Sent>,
+    /// Answers to be told at the next poll: index in `sent`, and status.
+    answers: Vec<(usize, Status)>,
+    /// All commands are given back at the next poll; true if they were answered.
+    gives_back: Option<bool>,
+    late: usize,
+}
+
+#[derive(Debug)]
+struct FakePath(Rc<RefCell<Wire>>);
+
+impl<Cx: ?Sized> Driver<Cx> for FakePath {
+    fn queue_rqs(&mut self, _: &mut Cx, _: &RegionTable, batch: &mut Batch<'_>) {
+        let mut wire = self.0.borrow_mut();
+        if wire.refuses {
+            return batch.short_of(Shortage::Device);
+        }
+        while wire.room.is_none_or(|room| wire.sent.len() < room)
+            && let Some((tag, request, segments)) = batch.take()
+        {
+            let data = segments.first().map_or(0, |segment| segment.offset);
+            let (op, sector) = (request.op(), request.sector());
+            wire.sent.push(Sent { tag, op, sector, data });
+        }
+    }
+
+    fn poll(&mut self, _: &mut Cx, _: &RegionTable, done: &mut Done<'_>, _: u64) {
+        let mut wire = self.0.borrow_mut();
+        let mut answers = std::mem::take(&mut wire.answers);
+        answers.sort_unstable_by_key(|(at, _)| std::cmp::Reverse(*at));
+        for (at, status) in answers {
+            done.complete(wire.sent.remove(at).tag, status);
+        }
+        if let Some(answered) = wire.gives_back.take() {
+            // The order in which a driver gives back must not matter.
+            for sent in wire.sent.drain(..).rev() {
+                if answered { done.requeue_answered(sent.tag) } else { done.requeue(sent.tag) }
+            }
+            wire.generation += 1;
+        }
+    }
+
+    fn timed_out(&mut self, _: &mut Cx, _: &RegionTable, _: usize, _: &mut Done<'_>, _: u64) -> TimedOut {
+        self.0.borrow_mut().late += 1;
+        TimedOut::MoreTime
+    }
+
+    fn generation(&self) -> u32 {
+        self.0.borrow().generation
+    }
+}
+
+struct World {
+    wires: Vec<Rc<RefCell<Wire>>>,
+    monitors: Vec<Option<Arc<PathMonitor>>>,
+    settings: Arc<MultipathSettings>,
+    queue: HwQueue<MultipathQueue<FakePath>>,
+    now_ns: u64,
+    ended: Vec<(u64, Status)>,
+}
+
+const LOST: PathState = PathState {
+    connection: ConnectionState::Connecting,
+    access: AccessState::Optimized,
+    ana_pending: false,
+    ready: true,
+};
+
+impl World {
+    fn new(policy: PolicyKind, paths: usize, has_monitors: bool) -> World {
+        let wires: Vec<_> = (0..paths).map(|_| Rc::new(RefCell::new(Wire::default()))).collect();
+        let monitor = || has_monitors.then(|| Arc::new(PathMonitor::new(PathState::default())));
+        let monitors: Vec<_> = (0..paths).map(|_| monitor()).collect();
+        let queue_path = |(wire, monitor): (&Rc<RefCell<Wire>>, &Option<Arc<PathMonitor>>)| QueuePath {
+            driver: FakePath(Rc::clone(wire)),
+            monitor: monitor.clone(),
+            node: 0,
+        };
+        let queues = wires.iter().zip(&monitors).map(queue_path).collect();
+        let settings = Arc::new(MultipathSettings::new(policy, NO_PATH_NS));
+        let driver = MultipathQueue::new(queues, Arc::clone(&settings), DEPTH, 0, None);
+        let limits = QueueLimits { discard_sectors_max: 1024, ..QueueLimits::default() };
+        let info = DeviceInfo { capacity_sectors: 1 << 20, limits, ..DeviceInfo::default() };
+        let config = HwQueueConfig {
+            depth: DEPTH,
+            merging: blkyard_mq::Merging::Off,
+            timeout_ns: 100 * MS,
+            ..HwQueueConfig::default()
+        };
+        let queue = HwQueue::new(driver, Arc::new(info), config);
+        World { wires, monitors, settings, queue, now_ns: MS, ended: Vec::new() }
+    }
+
+    fn submit(&mut self, op: Op, sector: u64, data: u64) {
+        let mut bio = Bio::with_capacity(1);
+        (bio.op, bio.sector, bio.sectors, bio.cookie) = (op, sector, 8, sector);
+        bio.segments.push(Segment { region: 0, offset: data, len: 4096 });
+        self.queue.submit(bio);
+    }
+
+    /// A round of the lane.
+    fn turn(&mut self) {
+        self.now_ns += 1000;
+        self.queue.reap(&mut (), self.now_ns, &mut |bio| self.ended.push((bio.cookie, bio.status)));
+        self.queue.issue(&mut (), self.now_ns);
+    }
+
+    /// Rounds, at each of the queue's deadlines, up to this time.
+    fn run_until(&mut self, until_ns: u64) {
+        while self.now_ns < until_ns {
+            let due_ns = self.queue.deadline_ns::<()>().unwrap_or(until_ns);
+            self.now_ns = due_ns.clamp(self.now_ns + 1, until_ns);
+            self.turn();
+        }
+    }
+
+    fn sectors(&self, path: usize) -> Vec<u64> {
+        self.wires[path].borrow().sent.iter().map(|sent| sent.sector).collect()
+    }
+
+    fn answer(&mut self, path: usize, status: Status) {
+        let mut wire = self.wires[path].borrow_mut();
+        wire.answers = (0..wire.sent.len()).map(|at| (at, status)).collect();
+        drop(wire);
+        self.turn();
+    }
+
+    /// The connection of a path is lost: its driver gives all back, and takes nothing.
+    fn lose(&mut self, path: usize, answered: bool) {
+        let mut wire = self.wires[path].borrow_mut();
+        (wire.refuses, wire.gives_back) = (true, Some(answered));
+        drop(wire);
+        self.set_state(path, LOST);
+        self.turn();
+    }
+
+    fn restore(&mut self, path: usize) {
+        self.wires[path].borrow_mut().refuses = false;
+        self.set_state(path, PathState::default());
+    }
+
+    fn set_state(&self, path: usize, state: PathState) {
+        if let Some(monitor) = &self.monitors[path] {
+            monitor.set_state(state);
+        }
+    }
+
+    fn fence(&self, path: usize, generation: u32) {
+        self.monitors[path].as_ref().unwrap().fence(generation, FenceEvidence::AssociationEnded);
+    }
+
+    fn statuses(&mut self) -> Vec<Status> {
+        self.ended.drain(..).map(|(_, status)| status).collect()
+    }
+}
+
+#[test]
+fn round_robin_uses_paths_in_turn_and_reports_why() {
+    let mut world = World::new(PolicyKind::RoundRobin, 2, true);
+    (0..6).for_each(|at| world.submit(Op::Read, at * 8, 0));
+    world.turn();
+    assert_eq!([world.sectors(0), world.sectors(1)], [vec![0, 16, 32], vec![8, 24, 40]]);
+    world.answer(0, Status::Ok);
+    world.answer(1, Status::Medium);
+    assert_eq!(world.statuses(), [[Status::Ok; 3], [Status::Medium; 3]].concat());
+    let stats = Arc::clone(world.queue.driver_mut().stats());
+    let [one, other] = [0, 1].map(|path| stats.path(path));
+    assert_eq!((one.ios, one.in_flight, one.moved, one.reason), (3, 0, 0, Some(ChoiceReason::Best)));
+    assert!(one.latency_ns > 0 && one.chosen_ns > 0 && other.ios == 3);
+}
+
+#[test]
+fn reads_of_a_lost_path_go_to_another_in_order_at_once() {
+    let mut world = World::new(PolicyKind::RoundRobin, 2, true);
+    world.set_state(1, LOST);
+    (0..5).for_each(|at| world.submit(Op::Read, at * 8, 0));
+    world.turn();
+    assert_eq!(world.sectors(0), [0, 8, 16, 24, 32]);
+    world.restore(1);
+    world.submit(Op::Read, 40, 0);
+    world.lose(0, false);
+    assert_eq!(world.sectors(1), [0, 8, 16, 24, 32, 40]);
+    world.answer(1, Status::Ok);
+    assert_eq!(world.statuses(), [Status::Ok; 6]);
+}
+
+#[test]
+fn a_write_moves_only_once_its_path_is_fenced() {
+    let mut world = World::new(PolicyKind::RoundRobin, 2, true);
+    world.wires[0].borrow_mut().generation = 7;
+    world.set_state(1, LOST);
+    for (op, sector) in [(Op::Write, 0), (Op::Read, 8), (Op::Discard, 16), (Op::Write, 24)] {
+        world.submit(op, sector, 0);
+    }
+    world.turn();
+    world.restore(1);
+    world.lose(0, false);
+    assert_eq!(world.sectors(1), [8], "a write was sent without proof");
+    // The proof of an earlier connection, and that of another path, are none.
+    world.fence(0, 6);
+    world.fence(1, 9);
+    world.run_until(world.now_ns + 1000 * MS);
+    assert_eq!(world.sectors(1), [8]);
+    assert_eq!(world.queue.driver_mut().stats().held(), 3);
+    world.fence(0, 7);
+    world.run_until(world.now_ns + 10 * MS);
+    assert_eq!(world.sectors(1), [8, 0, 16, 24]);
+    world.answer(1, Status::Ok);
+    assert_eq!(world.statuses(), [Status::Ok; 4]);
+    assert_eq!(world.queue.driver_mut().stats().held(), 0);
+}
+
+#[test]
+fn answered_writes_of_a_lost_path_move_at_once() {
+    let mut world = World::new(PolicyKind::Numa, 2, true);
+    (0..3).for_each(|at| world.submit(Op::Write, at * 8, 0));
+    world.turn();
+    world.lose(0, true);
+    assert_eq!(world.sectors(1), [0, 8, 16]);
+    world.answer(1, Status::Ok);
+    assert_eq!(world.statuses(), [Status::Ok; 3]);
+}
+
+#[test]
+fn a_path_error_tries_the_other_path_and_avoids_the_first() {
+    let mut world = World::new(PolicyKind::Numa, 2, true);
+    world.submit(Op::Write, 0, 0);
+    world.turn();
+    world.answer(0, Status::Path);
+    assert_eq!(world.sectors(1), [0]);
+    world.submit(Op::Write, 8, 0);
+    world.turn();
+    assert_eq!(world.sectors(1), [0, 8], "the path with the error was used");
+    // Errors of all paths are waited out: the state of access changes.
+    world.answer(1, Status::Path);
+    assert!(world.ended.is_empty());
+    world.run_until(world.now_ns + 200 * MS);
+    assert_eq!(world.sectors(0), [0, 8]);
+    world.answer(0, Status::Ok);
+    assert_eq!(world.statuses(), [Status::Ok; 2]);
+}
+
+#[test]
+fn path_errors_of_all_paths_end_an_io_after_its_time() {
+    let mut world = World::new(PolicyKind::Numa, 2, true);
+    world.submit(Op::Read, 0, 0);
+    let began_ns = world.now_ns;
+    while world.ended.is_empty() {
+        world.run_until(world.now_ns + 20 * MS);
+        (0..2).for_each(|path| world.answer(path, Status::Path));
+        assert!(world.now_ns < began_ns + 2 * NO_PATH_NS);
+    }
+    assert_eq!(world.statuses(), [Status::Path]);
+    assert!(world.now_ns >= began_ns + NO_PATH_NS);
+}
+
+#[test]
+fn an_error_of_every_path_ends_an_io() {
+    let mut world = World::new(PolicyKind::RoundRobin, 2, true);
+    world.submit(Op::Read, 0, 0);
+    world.turn();
+    world.answer(0, Status::Io);
+    assert_eq!((world.sectors(1), world.ended.len()), (vec![0], 0));
+    world.answer(1, Status::Io);
+    assert_eq!(world.statuses(), [Status::Io]);
+}
+
+#[test]
+fn io_waits_for_a_path_and_fails_after_its_time() {
+    let mut world = World::new(PolicyKind::default(), 2, true);
+    (0..2).for_each(|path| world.set_state(path, LOST));
+    world.submit(Op::Write, 0, 0);
+    world.turn();
+    world.run_until(NO_PATH_NS / 2);
+    assert!(world.ended.is_empty());
+    world.restore(1);
+    world.run_until(world.now_ns + 10 * MS);
+    assert_eq!(world.sectors(1), [0]);
+    world.answer(1, Status::Ok);
+    world.set_state(1, LOST);
+    world.submit(Op::Write, 0, 0);
+    world.turn();
+    let began_ns = world.now_ns;
+    world.run_until(began_ns + NO_PATH_NS - MS);
+    assert_eq!(world.statuses(), [Status::Ok]);
+    world.run_until(began_ns + NO_PATH_NS + 10 * MS);
+    assert_eq!(world.statuses(), [Status::Path]);
+    // Paths that cannot come back are not waited for.
+    let dead = PathState { connection: ConnectionState::Dead, ..LOST };
+    (0..2).for_each(|path| world.set_state(path, dead));
+    world.submit(Op::Read, 0, 0);
+    world.turn();
+    world.run_until(world.now_ns + 10 * MS);
+    assert_eq!(world.statuses(), [Status::Path]);
+}
+
+#[test]
+fn a_path_that_takes_nothing_is_avoided_at_once() {
+    // Its state is still that of before.
+    let mut world = World::new(PolicyKind::RoundRobin, 2, true);
+    world.wires[0].borrow_mut().refuses = true;
+    (0..4).for_each(|at| world.submit(Op::Write, at * 8, 0));
+    world.turn();
+    let mut all = world.sectors(1);
+    all.sort_unstable();
+    assert_eq!(all, [0, 8, 16, 24]);
+    world.wires[0].borrow_mut().refuses = false;
+    world.run_until(world.now_ns + 10 * MS);
+    (4..6).for_each(|at| world.submit(Op::Write, at * 8, 0));
+    world.turn();
+    assert_eq!(world.sectors(0).len(), 1, "the path is not used again");
+    (0..2).for_each(|path| world.answer(path, Status::Ok));
+    assert_eq!(world.statuses(), [Status::Ok; 6]);
+}
+
+#[test]
+fn a_full_path_keeps_no_io_from_the_other() {
+    let mut world = World::new(PolicyKind::RoundRobin, 2, true);
+    world.wires[0].borrow_mut().room = Some(2);
+    (0..12).for_each(|at| world.submit(Op::Read, at * 8, 0));
+    let mut rounds = 0;
+    while world.sectors(1).len() < 10 {
+        world.run_until(world.now_ns + MS);
+        rounds += 1;
+        assert!(rounds < 100, "{:?}", world.sectors(1));
+    }
+    assert_eq!(world.sectors(0).len(), 2);
+    (0..2).for_each(|path| world.answer(path, Status::Ok));
+    assert_eq!(world.statuses(), [Status::Ok; 12]);
+}
+
+#[test]
+fn non_optimized_paths_are_used_without_an_optimized_one() {
+    let mut world = World::new(PolicyKind::QueueDepth, 2, true);
+    world.set_state(0, PathState { access: AccessState::NonOptimized, ..PathState::default() });
+    (0..3).for_each(|at| world.submit(Op::Read, at * 8, 0));
+    world.turn();
+    assert_eq!(world.sectors(1), [0, 8, 16]);
+    world.set_state(1, PathState { access: AccessState::Inaccessible, ..PathState::default() });
+    world.answer(1, Status::Path);
+    assert_eq!(world.sectors(0), [0, 8, 16]);
+    world.answer(0, Status::Ok);
+    assert_eq!(world.statuses(), [Status::Ok; 3]);
+}
+
+#[test]
+fn a_late_request_is_the_matter_of_its_path() {
+    let mut world = World::new(PolicyKind::Numa, 2, true);
+    world.submit(Op::Write, 0, 0);
+    world.turn();
+    world.run_until(world.now_ns + 150 * MS);
+    assert_eq!([0, 1].map(|path| world.wires[path].borrow().late), [1, 0]);
+    world.lose(0, false);
+    world.run_until(world.now_ns + 300 * MS);
+    assert_eq!([0, 1].map(|path| world.wires[path].borrow().late), [1, 0], "a held write was asked for");
+    world.fence(0, 0);
+    world.run_until(world.now_ns + 10 * MS);
+    world.answer(1, Status::Ok);
+    assert_eq!(world.statuses(), [Status::Ok]);
+}
+
+#[test]
+fn a_path_without_proofs_gets_its_own_writes_again() {
+    let mut world = World::new(PolicyKind::RoundRobin, 2, false);
+    (0..4).for_each(|at| world.submit(Op::Write, at * 8, 0));
+    world.turn();
+    let before = world.sectors(0);
+    world.wires[0].borrow_mut().gives_back = Some(false);
+    world.turn();
+    assert_eq!(world.sectors(0), before);
+    // A write that fails without proof ends: its outcome is unknown.
+    world.answer(0, Status::Timeout);
+    world.answer(1, Status::Ok);
+    assert_eq!(world.statuses(), [Status::Timeout, Status::Timeout, Status::Ok, Status::Ok]);
+}
+
+#[test]
+fn policy_changes_with_io_in_flight() {
+    let mut world = World::new(PolicyKind::Adaptive, 2, true);
+    for policy in PolicyKind::ALL {
+        (0..4).for_each(|at| world.submit(Op::Read, at * 8, 0));
+        world.turn();
+        world.settings.set_policy(policy);
+        world.turn();
+        (0..2).for_each(|path| world.answer(path, Status::Ok));
+        assert_eq!(world.statuses(), [Status::Ok; 4], "{policy:?}");
+    }
+}
+
+/// A medium behind the paths, which executes commands of lost connections late, until they are fenced.
+fn ghost_writes(seed: u64) {
+    const SECTORS: u64 = 6;
+    let mut rng = Rng::new(seed);
+    let policy = PolicyKind::ALL[rng.below(5) as usize];
+    let mut world = World::new(policy, 2 + rng.below(2) as usize, true);
+    let paths = world.wires.len();
+    let mut medium = BTreeMap::new();
+    // Last acknowledged data, and data in flight, of each sector.
+    let (mut known, mut under_way) = (BTreeMap::new(), BTreeMap::new());
+    // Path, generation, sector, data.
+    let mut ghosts: Vec<(usize, u32, u64, u64)> = Vec::new();
+    let execute = |medium: &mut BTreeMap<u64, u64>, sector, data| medium.insert(sector, data);
+    let mut data = 0;
+    for step in 0..400 {
+        let is_end = step >= 300;
+        let path = rng.below(paths as u64) as usize;
+        match rng.below(if is_end { 4 } else { 10 }) {
+            0 | 1 => {
+                // It answers one command, which it has executed.
+                let mut wire = world.wires[path].borrow_mut();
+                if !wire.sent.is_empty() && wire.gives_back.is_none() {
+                    let at = rng.below(wire.sent.len() as u64) as usize;
+                    let Sent { op, sector, data, .. } = wire.sent[at];
+                    if op == Op::Write {
+                        execute(&mut medium, sector, data);
+                    }
+                    wire.answers.push((at, Status::Ok));
+                }
+                drop(wire);
+                world.turn();
+            }
+            2 => {
+                // All generations before the present one, or all of a lost path.
+                let wire = world.wires[path].borrow();
+                if wire.generation > 0 {
+                    let through = wire.generation - 1;
+                    drop(wire);
+                    ghosts.retain(|(on, generation, ..)| *on != path || *generation > through);
+                    world.fence(path, through);
+                }
+            }
+            3 => world.restore(path),
+            4 => {
+                let wire = world.wires[path].borrow();
+                let of = |sent: &Sent| (path, wire.generation, sent.sector, sent.data);
+                ghosts.extend(wire.sent.iter().filter(|sent| sent.op == Op::Write).map(of));
+                drop(wire);
+                world.lose(path, false);
+            }
+            5 => {
+                // A command of a lost connection is executed late.
+                if !ghosts.is_empty() {
+                    let (_, _, sector, data) = ghosts.swap_remove(rng.below(ghosts.len() as u64) as usize);
+                    execute(&mut medium, sector, data);
+                }
+            }
+            _ => {
+                let sector = rng.below(SECTORS) * 8;
+                if let Entry::Vacant(entry) = under_way.entry(sector) {
+                    data += 4096;
+                    let op = if rng.below(4) == 0 { Op::Read } else { Op::Write };
+                    entry.insert((op == Op::Write).then_some(data));
+                    world.submit(op, sector, data);
+                    world.turn();
+                }
+            }
+        }
+        world.run_until(world.now_ns + rng.below(3 * MS));
+        for (sector, status) in world.ended.drain(..) {
+            assert_eq!(status, Status::Ok, "seed {seed}");
+            if let Some(data) = under_way.remove(&sector).expect("a bio ends once") {
+                known.insert(sector, data);
+            }
+        }
+        for (sector, data) in &known {
+            if !under_way.contains_key(sector) {
+                assert_eq!(medium.get(sector), Some(data), "seed {seed}, step {step}: an acknowledged write is lost");
+            }
+        }
+    }
+    // Whatever is still under way belongs to bios that have not ended.
+    for (_, _, sector, _) in ghosts {
+        assert!(under_way.contains_key(&sector), "seed {seed}: a ghost of an acknowledged write is left");
+    }
+    // Tags of the fake paths go with the queue.
+    for wire in &world.wires {
+        wire.borrow_mut().sent.drain(..).for_each(|sent| std::mem::forget(sent.tag));
+    }
+}
+
+#[test]
+fn no_ghost_write_overwrites_an_acknowledged_one() {
+    (0..2000).for_each(ghost_writes);
+}
