@@ -6,5 +6,7 @@ mod bring_up;
 mod failure;
 mod real;
 mod rig;
+#[path = "../common/seeds.rs"]
+mod seeds;
 mod target;
 mod walk;

@@ -7,6 +7,7 @@ use blkyard_nvme::fabrics::fabrics_status;
 use blkyard_nvme::{ControllerState, FabricsHostEvent};
 
 use crate::rig::{MS, Rig, config};
+use crate::seeds::seeds;
 use crate::target::{BLOCK, BLOCKS};
 
 /// Walks per test run.
@@ -241,9 +242,9 @@ fn walk(seed: u64) -> Seen {
 
 #[test]
 fn no_acknowledged_write_is_lost_or_overwritten_by_an_earlier_one() {
-    let only = std::env::var("BLKYARD_SEED").ok().map(|seed| seed.parse().expect("BLKYARD_SEED is a number"));
+    let asked = seeds();
     let mut all = Seen::default();
-    for seed in only.map_or(0..SEEDS, |seed: u64| seed..seed + 1) {
+    for seed in asked.clone().unwrap_or(0..SEEDS) {
         let seen = std::panic::catch_unwind(|| walk(seed));
         let seen = seen.unwrap_or_else(|_| panic!("seed {seed}: repeat with BLKYARD_SEED={seed}"));
         all.written += seen.written;
@@ -254,7 +255,7 @@ fn no_acknowledged_write_is_lost_or_overwritten_by_an_earlier_one() {
         all.closed += seen.closed;
     }
     println!("{all:?}");
-    if only.is_none() {
+    if asked.is_none() {
         let met = [all.written, all.lost, all.ghosts, all.fenced_by_connect, all.fenced_by_time, all.closed];
         assert!(met.into_iter().all(|count| count > 100), "walks do not meet everything: {all:?}");
     }

@@ -5,5 +5,7 @@ mod alloc;
 mod hostile_host;
 mod hostile_target;
 mod io_queue;
+#[path = "../common/seeds.rs"]
+mod seeds;
 mod walk;
 mod world;

@@ -1,6 +1,7 @@
 //! Host against target with the queue core, on streams cut at random, with damaged bytes, lost connections and failed
 //! commands: no acknowledged write is lost, no read is torn, every bio ends.
 
+use crate::seeds::seeds;
 use crate::world::{Seen, World};
 
 /// Walks per test run.
@@ -23,9 +24,9 @@ fn walk(seed: u64) -> Seen {
 
 #[test]
 fn every_io_ends_with_the_right_data() {
-    let only = std::env::var("BLKYARD_SEED").ok().map(|seed| seed.parse().expect("BLKYARD_SEED is a number"));
+    let asked = seeds();
     let mut all = Seen::default();
-    for seed in only.map_or(0..SEEDS, |seed: u64| seed..seed + 1) {
+    for seed in asked.clone().unwrap_or(0..SEEDS) {
         let seen = std::panic::catch_unwind(|| walk(seed));
         let seen = seen.unwrap_or_else(|_| panic!("seed {seed}: repeat with BLKYARD_SEED={seed}"));
         all.bios += seen.bios;
@@ -40,7 +41,7 @@ fn every_io_ends_with_the_right_data() {
         all.requeued += seen.requeued;
     }
     println!("{all:?}");
-    if only.is_none() {
+    if asked.is_none() {
         let met = [all.failed, all.cuts, all.violations, all.transient, all.in_capsule, all.transported, all.requeued];
         assert!(met.into_iter().all(|count| count > 50), "walks do not meet everything: {all:?}");
     }
