@@ -159,8 +159,13 @@ impl IoQueue {
             self.refuse(batch);
             return false;
         }
+        let has_retried = !self.retries.is_empty();
         while let Some((tag, request, segments)) = batch.take() {
             let slot = tag.index() as u16;
+            if has_retried && !request.was_requeued() {
+                // Left by a request that was taken to another queue.
+                self.retries.forget(&tag);
+            }
             let (op, sector, sectors, flags) = (request.op(), request.sector(), request.sectors(), request.flags());
             let bytes = request.bytes();
             // The hardware queue has only namespaces that its driver knows.

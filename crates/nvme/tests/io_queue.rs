@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use blkyard_mem::{CountingAllocator, Region, RegionTable, Segment, View};
-use blkyard_mq::{Bio, BioFlags, Driver, HwQueue, HwQueueConfig, Op, Status};
+use blkyard_mq::{Bio, BioFlags, Driver, HwQueue, HwQueueConfig, Op, PathGeneration, Status};
 use blkyard_nvme::{
     DmaMap, DmaRange, IdentifyController, IdentifyNamespace, IoCommand, IoParser, IoQueueCommand, IoQueueReport,
     LbaFormat, LoopbackBuffers, NamespaceFormat, NvmeLoopback, NvmeLoopbackConfig, NvmeStatus, Psdt, Sqe, control, io,
@@ -347,6 +347,34 @@ fn a_failure_is_retried_five_times() {
         failures.set(fail);
         assert_eq!(bench.one(Op::Read, NONE, 0, 8, &[(0, 4096)]), Status::Ok);
     }
+}
+
+#[test]
+fn a_slot_whose_request_was_taken_starts_with_no_retries() {
+    let form = Form { block_shift: 9, sgl: true, has_shadow: true };
+    let failures = Rc::new(Cell::new(0));
+    let counter = Rc::clone(&failures);
+    let mut bench = Bench::new(&config(form, 2), move |_: &Bio, _: &RegionTable| {
+        counter.set(counter.get() + 1);
+        if counter.get() <= 5 { Status::Medium } else { Status::Ok }
+    });
+    // The only slot: its request fails twice, and is taken to another queue while it waits for its next try.
+    bench.submit(Op::Read, NONE, 0, 8, &[(0, 4096)], 1);
+    while failures.get() < 2 {
+        bench.round();
+    }
+    bench.hw.driver_mut().host.command(IoQueueCommand::Stop);
+    bench.round();
+    bench.hw.quiesce();
+    let mut taken = 0;
+    bench.hw.take_bios(PathGeneration { path: 0, generation: 1 }, &mut |_| taken += 1);
+    bench.hw.unquiesce();
+    assert_eq!((taken, bench.hw.is_idle(), bench.ended.len()), (1, true, 0));
+    bench.hw.driver_mut().host.command(IoQueueCommand::Start);
+    // The next one has all retries of its own.
+    failures.set(0);
+    assert_eq!(bench.one(Op::Read, NONE, 0, 8, &[(0, 4096)]), Status::Ok);
+    assert_eq!(failures.get(), 6);
 }
 
 #[test]

@@ -63,6 +63,10 @@ impl Driver<Ring> for NvmeCharDriver {
         while self.queue.has_room()
             && let Some((tag, request, segments)) = batch.take()
         {
+            if !self.retries.is_empty() && !request.was_requeued() {
+                // Left by a request that was taken to another queue.
+                self.retries.forget(&tag);
+            }
             let (op, sector, sectors, flags) = (request.op(), request.sector(), request.sectors(), request.flags());
             let (sqe, data) = match op {
                 Op::Read | Op::Write => {
