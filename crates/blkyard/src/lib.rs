@@ -12,6 +12,7 @@ pub mod nvme;
 pub mod rate;
 pub mod scheduler;
 pub mod spec;
+pub mod tracker;
 
 mod buffers;
 mod device;

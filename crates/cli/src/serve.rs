@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use blkyard::rate::{RateSlot, take_own_rate};
 use blkyard::scheduler::take_device_scheduler;
 use blkyard::spec::{Spec, SpecError, number, show_size};
+use blkyard::tracker::take_device_tracker;
 use blkyard::{Connector, Device, DeviceError};
 use blkyard_export::{
     Acceptor, BackendConfig, BoundSocket, ControlLoop, ExportConfig, FrontEndSession, NvmeDisk, NvmeTcpDisk,
@@ -27,8 +28,8 @@ use crate::answers;
 use crate::control::{ControlPlace, ControlServer};
 use crate::daemon::{
     ByProtocol, ClientRemotes, ClientSessionState, ClientState, ClientWatch, Daemon, DiskPlan, ExportedDevice,
-    FrontEndHandle, LANES_MAX, QueueMaker, ServedDevice, ServedExport, ServedFrontEnd, ServedLanes, ServedServer,
-    SetLanesError, Share, ShareDevice, depth_of_all, pin_lane,
+    FrontEndHandle, LANES_MAX, LatencyTrackers, QueueMaker, ServedDevice, ServedExport, ServedFrontEnd, ServedLanes,
+    ServedServer, SetLanesError, Share, ShareDevice, depth_of_all, pin_lane, usual_tracker,
 };
 use crate::ending::{Parts, StopToken, supervise};
 use crate::io_errors::{ErrorLog, tell_rest};
@@ -333,7 +334,7 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
     let limit = Duration::from_secs(args.lock_wait_s.unwrap_or(LOCK_WAIT_S));
     let patience = Patience { stop, limit, connector: receiver };
     let plans = disks.clone();
-    let Some((devices, wanted)) = open(disks, &patience, inherited.as_mut())? else { return Ok(()) };
+    let Some((devices, trackers, wanted)) = open(disks, &patience, inherited.as_mut())? else { return Ok(()) };
     let shares: Vec<Share> = wanted.iter().map(|want| want.share.clone()).collect();
     let queues = shares.iter().map(|share| share.queues).sum();
     let count = args.lanes.map_or_else(|| cpu_places().len().min(queues), |lanes| lanes as usize);
@@ -396,6 +397,7 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
         devices,
         exports: served,
         lanes,
+        trackers,
     });
     stop.serves(&daemon);
     let control = match control.map(|socket| introduce_control(socket, &daemon)).transpose() {
@@ -405,6 +407,7 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
         }
         control => control?,
     };
+    let tracking = track_latency(&daemon)?;
     say("ready");
 
     let mut errors = ErrorLog::new(daemon.devices.len());
@@ -445,6 +448,8 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
     servers.take().into_iter().for_each(ServedServer::join);
     // Exports that have ended answer it at once.
     follower.into_iter().for_each(|follower| drop(follower.join()));
+    daemon.trackers.end();
+    drop(tracking.join());
     // Serves until here, so that requests in flight can be inspected while the daemon stops. From now on there are
     // none.
     drop(control);
@@ -459,6 +464,12 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
         drop(devices);
     }
     broken.map_or(Ok(()), |why| Err(ServeError::Broken(why)))
+}
+
+/// Starts the thread of the latency trackers. It ends with the daemon.
+fn track_latency(daemon: &Arc<Daemon>) -> std::io::Result<JoinHandle<()>> {
+    let daemon = Arc::clone(daemon);
+    std::thread::Builder::new().name("tracker".into()).spawn(move || daemon.trackers.run(&daemon))
 }
 
 /// There is no way back after a takeover: the guests are served, and the daemon cannot be inspected.
@@ -565,18 +576,20 @@ fn open(
     mut plans: Vec<DiskPlan>,
     patience: &Patience<'_>,
     mut inherited: Option<&mut InheritedState>,
-) -> Result<Option<(Vec<ServedDevice>, Vec<Wanted>)>, ServeError> {
+) -> Result<Option<(Vec<ServedDevice>, LatencyTrackers, Vec<Wanted>)>, ServeError> {
     let mut opened = Vec::new();
+    let trackers = LatencyTrackers::default();
     let mut wanted: Vec<Wanted> = Vec::new();
     let take = |plan: &mut DiskPlan| -> Result<_, SpecError> {
         let share = plan.device.take_switch("share")?.unwrap_or(false);
-        Ok((share, take_device_scheduler(&mut plan.device)?, take_own_rate(&mut plan.device)?))
+        let scheduler = take_device_scheduler(&mut plan.device)?;
+        Ok((share, scheduler, take_own_rate(&mut plan.device)?, take_device_tracker(&mut plan.device)?))
     };
     let options = plans.iter_mut().map(take).collect::<Result<Vec<_>, _>>()?;
     let specs: Vec<_> = plans.iter().map(|plan| plan.device.clone()).collect();
     // By number, those opened together with an earlier one.
     let mut siblings = BTreeMap::new();
-    for (number, (plan, (share, scheduler, rate))) in plans.into_iter().zip(options).enumerate() {
+    for (number, (plan, (share, scheduler, rate, tracker))) in plans.into_iter().zip(options).enumerate() {
         let name = plan.device.name.clone();
         let left = inherited.as_mut().and_then(|inherited| inherited.devices.pop_front());
         let (device, info) = if let Some(mut left) = left {
@@ -614,9 +627,10 @@ fn open(
             }
             wanted.push(want);
         }
+        trackers.set(opened.len(), tracker(usual_tracker(&info)));
         opened.push(ServedDevice::new(device, Arc::new(info), scheduler, rate));
     }
-    Ok(Some((opened, wanted)))
+    Ok(Some((opened, trackers, wanted)))
 }
 
 /// The devices of an export.

@@ -4,7 +4,7 @@ mod common;
 
 use std::path::Path;
 
-use common::{Daemon, inspect, succeed};
+use common::{Daemon, inspect, run, succeed};
 use serde_json::Value;
 
 /// A daemon of one export of this device, at `s`, with its control socket at `c`. It writes statistics each second.
@@ -107,4 +107,49 @@ fn latency_without_tags_is_what_the_client_sees() {
 fn latency_with_a_scheduler_is_what_the_client_sees() {
     // Tags are free; the scheduler has one I/O at a time at the device of those that are neither reads nor durable.
     compare("ram:16M?latency_us=5000&scheduler=deadline&async_depth=1", &[], "trim", "scheduler");
+}
+
+/// The tracker of device 0, if it is on.
+fn tracker(folder: &Path) -> Option<Value> {
+    Some(inspect(folder, &[])["devices"][0]["tracker"].clone()).filter(|tracker| !tracker.is_null())
+}
+
+#[test]
+fn a_tracker_follows_the_device_and_not_what_holds_its_requests() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    // A limit holds each read ten times as long as the device, which takes 5 ms. Nothing is forgotten.
+    let device = "ram:16M?latency_us=5000&iops_max=20&burst_ms=1&tracker=on&tracker_decay=100&tracker_samples_min=1";
+    let _daemon = serve(folder, device, "1");
+    bench(folder, "randread", "1", "1");
+    let read = |tracker: &Value| tracker["nodes"][0]["directions"]["read"]["latency_ns"].as_u64().unwrap();
+    let learned = tracker(folder).expect("it is on");
+    assert!((5_000_000..25_000_000).contains(&read(&learned)), "{learned:#}");
+    assert_eq!(learned["nodes"][0]["directions"]["write"]["latency_ns"], 0, "{learned:#}");
+    let shown = succeed(folder, &["inspect", "--control", "c"]);
+    assert!(shown.contains("latency tracker: tracker_decay 100") && shown.contains("write unknown"), "{shown}");
+
+    let set = |values: &[&str]| succeed(folder, &[&["set", "--control", "c", "device:0"], values].concat());
+    assert!(set(&["tracker=on"]).is_empty(), "it is as it was");
+    assert_eq!(read(&tracker(folder).unwrap()), read(&learned));
+    set(&["tracker_window_us=1000"]);
+    assert_eq!(tracker(folder).unwrap()["settings"]["tracker_window_us"], 1000);
+    set(&["tracker=off"]);
+    assert_eq!(tracker(folder), None);
+    let refused = run(folder, &["set", "--control", "c", "device:0", "tracker_decay=10"]);
+    let why = String::from_utf8_lossy(&refused.stderr);
+    assert!(!refused.status.success() && why.contains("add tracker=on"), "{why}");
+}
+
+#[test]
+fn a_tracker_that_was_set_is_handed_over() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    std::fs::File::create(folder.join("disk.img")).unwrap().set_len(1 << 20).unwrap();
+    let mut old = serve(folder, "file:disk.img", "1");
+    succeed(folder, &["set", "--control", "c", "device:0", "tracker=on", "tracker_decay=90"]);
+    let _new = Daemon::start(folder, &["--takeover", "c"]);
+    assert!(old.process.ended().success());
+    let settings = tracker(folder).expect("it was handed over")["settings"].clone();
+    assert_eq!((&settings["tracker_window_us"], &settings["tracker_decay"]), (&2000.into(), &90.into()));
 }

@@ -58,7 +58,9 @@ pub use sched::{
     DeadlineConfig, FAIR_WEIGHTS_MAX, FairConfig, FairDevice, KyberConfig, Reach, Scheduler, SchedulerConfig,
     SchedulerSnapshot, Selected, SharedDepth, SliceKey, SliceOrder, TimesliceConfig,
 };
-pub use stats::{Held, Histogram, HistogramSnapshot, HwStats, OpClass, OpSnapshot, StatsSnapshot, TurnStats};
+pub use stats::{
+    DeviceTime, Held, Histogram, HistogramSnapshot, HwStats, OpClass, OpSnapshot, StatsSnapshot, TurnStats,
+};
 pub use status::{Retry, Status};
 pub use stream::{
     SendPiece, StreamDestination, StreamError, StreamEvent, StreamId, StreamInbox, StreamLimits, StreamService,

@@ -10,6 +10,7 @@ mod lanes;
 mod placement;
 mod protocols;
 mod queue;
+mod tracker;
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
@@ -29,6 +30,7 @@ pub use protocols::{
     ServedServer,
 };
 pub(crate) use queue::{QueueMaker, depth_of_all};
+pub use tracker::{LatencyTrackers, TRACKED, usual_tracker};
 
 /// A device and the exports that serve it, as the user named them.
 #[derive(Debug, Clone)]
@@ -59,6 +61,8 @@ pub struct Daemon {
     pub exports: Vec<ServedExport>,
     /// The threads that do the work.
     pub lanes: Arc<ServedLanes>,
+    /// Latency trackers of its devices.
+    pub trackers: LatencyTrackers,
 }
 
 /// A device that is served.

@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use blkyard::rate::{RateSlot, options};
+use blkyard::tracker::tracker_options;
 use blkyard_export::QueueView;
 use blkyard_mq::{
     HwQueueConfig, NamespaceSnapshot, Op, OpClass, QueueLimits, RequestSnapshot, RequestState, SchedulerSnapshot,
@@ -15,11 +16,12 @@ use blkyard_mq::{
 use blkyard_os::{LaneConfig, LaneThread};
 
 use super::tree::{
-    DaemonNode, DeviceNode, ExportNode, HostNode, LaneNode, LatencyNode, NamespaceNode, OpNode, QueueNode, QueueNow,
-    RequestNode, SCHEMA, SchedulerNode, SessionNode, SessionWait, TagsNode, TargetNode, Tree,
+    DaemonNode, DeviceNode, ExportNode, HostNode, LaneNode, LatencyNode, NamespaceNode, NodeLatency, OpNode, QueueNode,
+    QueueNow, RequestNode, SCHEMA, SchedulerNode, SessionNode, SessionWait, TagsNode, TargetNode, TrackerNode, Tree,
+    WindowLatency,
 };
 use crate::daemon::{
-    ByProtocol, ClientWatch, Daemon, ExportedDevice, SeenPlaces, ServedDevice, ServedExport, ServedLanes,
+    ByProtocol, ClientWatch, Daemon, ExportedDevice, SeenPlaces, ServedDevice, ServedExport, ServedLanes, TRACKED,
 };
 
 /// How long all queues together have to answer. A lane that turns does so within microseconds; one that sleeps is
@@ -60,12 +62,17 @@ pub fn collect(daemon: &Daemon) -> Tree {
             uptime_s: daemon.started.elapsed().as_secs(),
             stats_s: daemon.stats_every().unwrap_or(0),
         },
-        devices: daemon.devices.iter().enumerate().map(|(number, device)| device_node(number, device)).collect(),
+        devices: daemon
+            .devices
+            .iter()
+            .enumerate()
+            .map(|(number, device)| device_node(daemon, number, device))
+            .collect(),
         lanes,
     }
 }
 
-fn device_node(number: usize, served: &ServedDevice) -> DeviceNode {
+fn device_node(daemon: &Daemon, number: usize, served: &ServedDevice) -> DeviceNode {
     let (device, info) = (&served.device, served.info());
     DeviceNode {
         number,
@@ -77,6 +84,7 @@ fn device_node(number: usize, served: &ServedDevice) -> DeviceNode {
         fua: info.fua,
         limits: limits(&info.limits),
         rate: rate(&served.rate),
+        tracker: tracker_node(daemon, number),
         counters: device.counters(),
     }
 }
@@ -105,6 +113,20 @@ fn limits(limits: &QueueLimits) -> BTreeMap<String, u64> {
         ("write_zeroes_sectors_max", limits.write_zeroes_sectors_max),
     ];
     all.map(|(name, limit)| (name.to_owned(), u64::from(limit))).into()
+}
+
+fn tracker_node(daemon: &Daemon, device: usize) -> Option<TrackerNode> {
+    let config = daemon.trackers.config(device)?;
+    let options = tracker_options(Some(config)).into_iter();
+    let nodes = daemon.trackers.nodes(device).into_iter().map(|node| {
+        let window = |place: usize| WindowLatency { latency_ns: node.latency_ns[place], samples: node.samples[place] };
+        let directions = TRACKED.iter().enumerate().map(|(place, class)| (op_name(*class).to_owned(), window(place)));
+        NodeLatency { node: node.node, directions: directions.collect() }
+    });
+    Some(TrackerNode {
+        settings: options.filter_map(|(key, value)| Some((key.to_owned(), value?))).collect(),
+        nodes: nodes.collect(),
+    })
 }
 
 /// The namespaces of an export, with their counters over all of its queues.

@@ -7,7 +7,7 @@ use blkyard::spec::show_size;
 
 use super::tree::{
     DeviceNode, ExportNode, LaneNode, LatencyNode, OpNode, QueueNode, QueueNow, RequestNode, SchedulerNode,
-    SessionNode, SessionWait, Tree,
+    SessionNode, SessionWait, TrackerNode, Tree, WindowLatency,
 };
 
 /// The tree, with the daemon itself or without.
@@ -74,10 +74,24 @@ fn device(out: &mut String, node: &DeviceNode) {
     let limits = node.limits.iter().map(|(name, limit)| format!("{name} {limit}")).collect::<Vec<_>>();
     line(out, 1, &format!("limits: {}", limits.join(", ")));
     rate(out, &node.rate);
+    node.tracker.iter().for_each(|node| tracker(out, node));
     let counters: Vec<_> =
         node.counters.iter().filter(|(_, n)| **n > 0).map(|(name, n)| format!("{name} {n}")).collect();
     if !counters.is_empty() {
         line(out, 1, &format!("counted: {}", counters.join(", ")));
+    }
+}
+
+fn tracker(out: &mut String, tracker: &TrackerNode) {
+    let settings: Vec<_> = tracker.settings.iter().map(|(name, value)| format!("{name} {value}")).collect();
+    line(out, 1, &format!("latency tracker: {}", settings.join(", ")));
+    for node in &tracker.nodes {
+        let lanes = node.node.map_or("lanes of no node".into(), |node| format!("node {node}"));
+        let directions = node.directions.iter().map(|(name, WindowLatency { latency_ns, samples })| {
+            let time = if *latency_ns == 0 { "unknown".into() } else { show_time(*latency_ns) };
+            format!("{name} {time} ({samples} in the last window)")
+        });
+        line(out, 2, &format!("{lanes}: {}", directions.collect::<Vec<_>>().join(", ")));
     }
 }
 

@@ -65,9 +65,39 @@ pub struct DeviceNode {
     /// Rate limits of its exports together, by the names of the options.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub rate: BTreeMap<String, u64>,
+    /// Its latency tracker, if it is on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tracker: Option<TrackerNode>,
     /// Counters of unusual events; for files.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub counters: BTreeMap<String, u64>,
+}
+
+/// The latency tracker of a device.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct TrackerNode {
+    /// Its settings, by the names of the options.
+    pub settings: BTreeMap<String, u64>,
+    /// The NUMA nodes that had I/O since it is on.
+    pub nodes: Vec<NodeLatency>,
+}
+
+/// The latency of a device over the last window, for the lanes of one node.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct NodeLatency {
+    /// NUMA node; none for lanes that are not pinned.
+    pub node: Option<u32>,
+    /// By direction: `read` and `write`.
+    pub directions: BTreeMap<String, WindowLatency>,
+}
+
+/// The latency of one direction over the last window.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct WindowLatency {
+    /// Mean time at the device, ns; 0 if unknown or forgotten. After idle windows, the part of it that is left.
+    pub latency_ns: u64,
+    /// I/Os in the window.
+    pub samples: u64,
 }
 
 /// An export.

@@ -14,13 +14,16 @@ use blkyard::Backing;
 use blkyard::rate::{describe, take_rate};
 use blkyard::scheduler::take_scheduler;
 use blkyard::spec::{Spec, SpecError, show_size};
+use blkyard::tracker::{take_tracker, tracker_options};
 use blkyard_export::{Changed, QUEUES_MAX};
 use blkyard_mq::{DeviceInfo, IdlePolicy, SECTOR_SHIFT};
 use blkyard_os::Moves;
 
 use super::size::Resize;
 use crate::control::{PartKind, Target};
-use crate::daemon::{ClientRemotes, Daemon, LANES_MAX, QueueMaker, ServedDevice, ServedExport, ServedLanes};
+use crate::daemon::{
+    ClientRemotes, Daemon, LANES_MAX, QueueMaker, ServedDevice, ServedExport, ServedLanes, usual_tracker,
+};
 use crate::inspect::show_time;
 
 /// Time limit of exports for a change. Requests in flight complete first, so it takes as long as the slowest.
@@ -131,6 +134,7 @@ fn set_device(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<Stri
     let depth = keys.take_number("depth", 1, depth_max as u64)?;
     let scheduler = take_scheduler(&mut keys, served.scheduler())?;
     let rate = take_rate(&mut keys, served.rate.config())?;
+    let tracker = take_tracker(&mut keys, daemon.trackers.config(number), usual_tracker(made))?;
     keys.finish()?;
     if force && size.is_none() {
         return Err(SpecError::new(name, "force=on needs a size", "add size=SIZE").into());
@@ -181,6 +185,16 @@ fn set_device(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<Stri
         served.rate.set(rate);
         done.push(format!("{name}: {}", describe(rate)));
         limit(daemon, &exports, &mut problems);
+    }
+    // With the same settings it keeps what it has learned.
+    if tracker != daemon.trackers.config(number) {
+        daemon.trackers.set(number, tracker);
+        let words = tracker_options(tracker).into_iter().filter_map(|(key, value)| Some(format!("{key} {}", value?)));
+        let words = words.collect::<Vec<_>>().join(", ");
+        done.push(match tracker {
+            None => format!("{name}: its latency is not tracked"),
+            Some(_) => format!("{name}: its latency is tracked: {words}"),
+        });
     }
     if problems.is_empty() { Ok(done) } else { Err(Problem([done, problems].concat().join("\n"))) }
 }
@@ -396,7 +410,7 @@ mod tests {
     use blkyard_virtio::{BlkConfig, SerialId};
 
     use super::*;
-    use crate::daemon::{ByProtocol, ExportedDevice, FrontEndHandle, Protocol, Share, ShareDevice};
+    use crate::daemon::{ByProtocol, ExportedDevice, FrontEndHandle, LatencyTrackers, Protocol, Share, ShareDevice};
 
     /// A daemon with one disk and no front-end.
     fn daemon(disk: &str) -> Daemon {
@@ -413,6 +427,7 @@ mod tests {
             devices: vec![Arc::new(ServedDevice::new(device, info, SchedulerConfig::None, RateConfig::default()))],
             exports: Vec::new(),
             lanes: Arc::new(lanes.unwrap()),
+            trackers: LatencyTrackers::default(),
         }
     }
 

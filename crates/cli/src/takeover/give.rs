@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use blkyard::DeviceHandover;
 use blkyard::scheduler::put_device_scheduler;
+use blkyard::tracker::put_tracker;
 use blkyard_export::{BoundSocket, Handed, QuiescedExport};
 use serde_json::Value;
 
@@ -153,6 +154,7 @@ fn pack(
         }
         let mut spec = plan.device.clone();
         served.rate.put_into(&mut spec);
+        put_tracker(&mut spec, daemon.trackers.config(number));
         put_device_scheduler(&mut spec, served.scheduler()).map_err(|error| error.to_string())?;
         devices.push(DevicePart {
             spec,
