@@ -265,6 +265,9 @@ pub struct FabricsHost {
     pub(super) fenced_through: u64,
     /// The last association with I/O that is lost and not fenced, and when its last stream was closed.
     pub(super) lost: Option<(u64, Option<u64>)>,
+    /// Whether a lost association may still execute commands at another controller than the last one: that controller
+    /// proves nothing of it.
+    pub(super) is_lost_elsewhere: bool,
     /// Whether a queue was started in the present association.
     pub(super) has_started: bool,
     /// Generation and entries of the discovery log that is being read.
@@ -308,6 +311,7 @@ impl FabricsHost {
             loss: FabricsLoss::default(),
             fenced_through: 0,
             lost: None,
+            is_lost_elsewhere: false,
             has_started: false,
             log: None,
             discovered: (vec![], 0),

@@ -280,11 +280,20 @@ impl FabricsHost {
         self.events.push_back(FabricsHostEvent::Retry(until_ns));
     }
 
+    /// The last controller says that associations up to this one have ended. Without effect while a lost one had another
+    /// controller: only time fences that.
+    pub(super) fn fence_ended(&mut self, association: u64) {
+        if !self.is_lost_elsewhere {
+            self.fence(association, FenceEvidence::AssociationEnded);
+        }
+    }
+
     /// The target executes no command of associations up to this one any more.
-    pub(super) fn fence(&mut self, association: u64, evidence: FenceEvidence) {
+    fn fence(&mut self, association: u64, evidence: FenceEvidence) {
         if association > self.fenced_through {
             self.fenced_through = association;
             self.lost = self.lost.filter(|(lost, _)| *lost > association);
+            self.is_lost_elsewhere &= self.lost.is_some();
             self.events.push_back(FabricsHostEvent::Fenced(association, evidence));
             self.start_queues();
         }

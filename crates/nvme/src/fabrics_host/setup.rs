@@ -257,7 +257,9 @@ impl FabricsHost {
         }
         if self.asks_for_same && self.controller_id == Some(id) {
             // A controller has one association: the one before has ended.
-            self.fence(self.association - 1, blkyard_mq::FenceEvidence::AssociationEnded);
+            self.fence_ended(self.association - 1);
+        } else if self.controller_id != Some(id) && self.lost.is_some() {
+            self.is_lost_elsewhere = true;
         }
         self.controller_id = Some(id);
         self.asks_for_same = true;
@@ -454,7 +456,7 @@ impl FabricsHost {
         let FabricsPhase::Shutdown { until_ns, .. } = self.phase else { return };
         let progress = ControllerStatus::from_bits(result as u32).filter(|_| self.reads_shutdown);
         if progress.is_some_and(|progress| progress.shutdown == SHUTDOWN_COMPLETE) {
-            self.fence(self.association, blkyard_mq::FenceEvidence::AssociationEnded);
+            self.fence_ended(self.association);
             return self.close_all(now_ns);
         }
         if !status.is_success() {

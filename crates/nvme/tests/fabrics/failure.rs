@@ -213,6 +213,37 @@ fn a_target_that_chooses_controllers_is_asked_again_at_once() {
     assert!(rig.now_ns - start_ns < 500 * MS);
 }
 
+/// The first controller still has a write when the host is refused there once, connects to a second one, and to that
+/// again.
+#[test]
+fn a_second_controller_proves_nothing_of_the_first() {
+    let mut rig = Rig::live(config(), 1);
+    at_target(&mut rig, 1, Op::Write, 1, 1);
+    let lose = |rig: &mut Rig| {
+        let (association, _) = rig.admin.unwrap();
+        rig.host.admin_lost(association, rig.now_ns);
+    };
+    rig.target.behaviour.refuse.push_back((0, fabrics_status::CONTROLLER_BUSY));
+    lose(&mut rig);
+    rig.run_until(|rig| rig.host.controller_id() == Some(2));
+    lose(&mut rig);
+    rig.events.clear();
+    let start_ns = rig.now_ns;
+    rig.run_until(|rig| rig.host.is_started(1));
+    let fenced: Vec<_> =
+        rig.events.iter().filter(|event| matches!(event, FabricsHostEvent::Fenced(..))).cloned().collect();
+    assert_eq!(fenced, [FabricsHostEvent::Fenced(1, FenceEvidence::QuiesceElapsed)]);
+    assert!(rig.now_ns - start_ns > 9000 * MS, "the write could be executed so long");
+    rig.run_until(|rig| rig.ended.len() == 1);
+    assert_eq!(rig.statuses(), [Status::Ok]);
+    // After that a second association of a controller is evidence again.
+    at_target(&mut rig, 1, Op::Write, 1, 2);
+    lose(&mut rig);
+    rig.run_until(|rig| rig.host.is_started(1) && rig.host.association() == 5);
+    let ended = FabricsHostEvent::Fenced(4, FenceEvidence::AssociationEnded);
+    assert_eq!(rig.count(|event| *event == ended), 1, "{:?}", rig.events);
+}
+
 #[test]
 fn an_association_survives_a_cut_at_any_point_of_its_bring_up() {
     for rounds in 0..60 {
