@@ -13,7 +13,9 @@ use std::sync::Arc;
 
 use blkyard_attach::Connector;
 use blkyard_mem::DmaDomain;
+use blkyard_mpath::{MultipathSettings, PathCounters, PathMonitor, PathState};
 use blkyard_mq::{DeviceInfo, Driver, QueueKind, Region, SECTOR_SHIFT, TagSet};
+use blkyard_nvme::NamespaceIds;
 use blkyard_os::Ring;
 
 use crate::devices::{KINDS, kind_of, no_handover};
@@ -128,6 +130,27 @@ pub trait DeviceOps: Debug + Send + Sync {
         Err("its memory is lost when this daemon ends")
     }
 
+    /// Identifiers of a namespace; unset ones are zero.
+    fn ids(&self) -> NamespaceIds {
+        NamespaceIds::default()
+    }
+
+    /// Makes it one of several paths to a device, before a queue of it is opened. Returns state and proofs of the path;
+    /// `None` for a device whose connection, if any, is its own matter.
+    fn as_path(&self) -> Option<Arc<PathMonitor>> {
+        None
+    }
+
+    /// The paths of a device over several; empty for another.
+    fn paths(&self) -> Vec<DevicePath> {
+        Vec::new()
+    }
+
+    /// Settings of a device over several paths.
+    fn path_settings(&self) -> Option<&MultipathSettings> {
+        None
+    }
+
     /// Counts beside those of its queues, by name.
     fn counters(&self) -> BTreeMap<String, u64> {
         BTreeMap::new()
@@ -142,6 +165,17 @@ pub trait DeviceOps: Debug + Send + Sync {
     fn needs_preconditioning(&self) -> bool {
         false
     }
+}
+
+/// A path of a device over several, for inspection.
+#[derive(Clone, Debug)]
+pub struct DevicePath {
+    /// Name of the device that is this path.
+    pub name: String,
+    /// Its state.
+    pub state: PathState,
+    /// Counters of all queues together; of the last choice, that of the queue that chose last.
+    pub counters: PathCounters,
 }
 
 /// Backing of a device.

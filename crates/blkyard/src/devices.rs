@@ -1,5 +1,6 @@
 //! The kinds of device: `file:PATH` or a bare path, `vhost-user:SOCKET`, `vfio-user:SOCKET`, `nvme:/dev/ngXnY`,
-//! `nvme-tcp://HOST:PORT/NQN`, `pci:ADDRESS`, `ram:SIZE`, `null:SIZE`, `chaos:SIZE`, `model:NAME`.
+//! `nvme-tcp://HOST:PORT/NQN`, `pci:ADDRESS`, `ram:SIZE`, `null:SIZE`, `chaos:SIZE`, `model:NAME`,
+//! `multipath:DEVICE,DEVICE`.
 //!
 //! Each has a separate file, with the scheme of its names, its options, and its [`DeviceOps`](crate::DeviceOps). A
 //! further kind is such a file and its line in [`KINDS`]; no other code names kinds.
@@ -8,6 +9,7 @@ mod chaos;
 mod file;
 mod memory;
 mod model;
+mod multipath;
 mod null;
 mod nvme;
 mod nvme_char;
@@ -38,6 +40,7 @@ pub(crate) const KINDS: &[DeviceKind] = &[
     null::KIND,
     chaos::KIND,
     model::KIND,
+    multipath::KIND,
 ];
 
 /// One kind of device.

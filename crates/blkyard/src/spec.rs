@@ -152,6 +152,11 @@ impl Spec {
         })
     }
 
+    /// Takes all other options.
+    pub fn take_rest(&mut self) -> BTreeMap<String, String> {
+        std::mem::take(&mut self.options)
+    }
+
     /// Checks that all options have been taken.
     ///
     /// # Errors

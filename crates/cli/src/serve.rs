@@ -78,6 +78,10 @@ pub struct ServeArgs {
     /// model:disk, model:flash, model:latency, memory with the service times of a model: size, seed, readonly; cache
     /// for disk and flash; us, jitter_us, iops and mbps for latency.
     ///
+    /// multipath:DEVICE,DEVICE, one disk over several devices that reach the same one:
+    /// policy=numa|round-robin|queue-depth|latency|adaptive, no_path_s=N (how long I/O waits without a path), other
+    /// options as for each path.
+    ///
     /// Any of them: share=on to give one writable disk to several exports;
     /// scheduler=none|deadline|kyber|timeslice|fair; iops_max=N, bytes_per_s_max=SIZE and burst_ms=N, limits of all its
     /// exports together.

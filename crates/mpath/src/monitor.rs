@@ -21,6 +21,13 @@ pub struct PathMonitor {
     fence: AtomicU64,
 }
 
+impl Default for PathMonitor {
+    /// A live path.
+    fn default() -> PathMonitor {
+        PathMonitor::new(PathState::default())
+    }
+}
+
 impl PathMonitor {
     /// A path in this state.
     pub fn new(state: PathState) -> PathMonitor {

@@ -85,6 +85,23 @@ impl PathState {
         }
     }
 
+    /// The state in words, for people.
+    pub fn name(self) -> &'static str {
+        match (self.connection, self.access) {
+            (ConnectionState::Dead, _) => "lost",
+            (ConnectionState::Connecting, _) => "connecting",
+            (ConnectionState::Resetting, _) => "resetting",
+            _ if !self.ready => "another device",
+            (_, AccessState::Inaccessible) => "inaccessible",
+            (_, AccessState::PersistentLoss) => "inaccessible for good",
+            (_, AccessState::Change) => "changing",
+            _ if self.ana_pending => "changing",
+            (ConnectionState::Deleting, _) => "being removed",
+            (ConnectionState::Live, AccessState::Optimized) => "live",
+            (ConnectionState::Live, AccessState::NonOptimized) => "live, non-optimized",
+        }
+    }
+
     /// Whether the path may become usable without intervention. Without a usable path, I/O is queued while some path
     /// is recoverable.
     pub fn is_recoverable(self) -> bool {

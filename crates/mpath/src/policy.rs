@@ -31,6 +31,18 @@ pub enum ChoiceReason {
     Probe,
 }
 
+impl ChoiceReason {
+    /// Its name in reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            ChoiceReason::OnlyPath => "only path",
+            ChoiceReason::Best => "best",
+            ChoiceReason::Unmeasured => "unmeasured",
+            ChoiceReason::Probe => "probe",
+        }
+    }
+}
+
 /// A path that was chosen for an I/O. Its owner keeps it until the I/O ends, and gives it back to the policy.
 #[derive(Debug)]
 #[must_use = "the policy counts this I/O until it is told of its end"]

@@ -167,9 +167,9 @@ enum HeldRequest {
     Unfenced(UnfencedRequest),
 }
 
-/// One queue over several paths.
+/// One queue over several paths. `E` is the descriptor that is readable when a path's eventfd is.
 #[derive(Debug)]
-pub struct MultipathQueue<D> {
+pub struct MultipathQueue<D, E = OwnedFd> {
     paths: Vec<PathQueue<D>>,
     states: PathSet,
     settings: Arc<MultipathSettings>,
@@ -183,10 +183,10 @@ pub struct MultipathQueue<D> {
     /// Whether a path is avoided.
     has_avoided: bool,
     stats: Arc<MultipathStats>,
-    eventfd: Option<OwnedFd>,
+    eventfd: Option<E>,
 }
 
-impl<D> MultipathQueue<D> {
+impl<D, E> MultipathQueue<D, E> {
     /// A queue of this depth over these paths, on a lane at this NUMA node. `eventfd` is readable when an eventfd of a
     /// path's driver is.
     ///
@@ -197,8 +197,8 @@ impl<D> MultipathQueue<D> {
         settings: Arc<MultipathSettings>,
         depth: usize,
         node: u16,
-        eventfd: Option<OwnedFd>,
-    ) -> MultipathQueue<D> {
+        eventfd: Option<E>,
+    ) -> MultipathQueue<D, E> {
         assert!(!paths.is_empty(), "a queue of no path");
         let mut states = PathSet::new();
         let queue_of = |path: QueuePath<D>| {
@@ -506,7 +506,7 @@ impl<D> MultipathQueue<D> {
     }
 }
 
-impl<Cx: ?Sized, D: Driver<Cx>> Driver<Cx> for MultipathQueue<D> {
+impl<Cx: ?Sized, D: Driver<Cx>, E: AsFd> Driver<Cx> for MultipathQueue<D, E> {
     fn queue_rqs(&mut self, cx: &mut Cx, memory: &RegionTable, batch: &mut Batch<'_>) {
         let now_ns = batch.now_ns();
         self.look_at_changes(now_ns);
@@ -603,7 +603,7 @@ impl<Cx: ?Sized, D: Driver<Cx>> Driver<Cx> for MultipathQueue<D> {
 }
 
 /// A queue may be dropped with requests held: their submitters are gone.
-impl<D> Drop for MultipathQueue<D> {
+impl<D, E> Drop for MultipathQueue<D, E> {
     fn drop(&mut self) {
         for request in self.held.drain(..) {
             match request {

@@ -20,10 +20,10 @@ const FLOORS: &[(&str, &[&str])] = &[
     ("nvme", &["mem", "wire", "mq"]),
     ("mpath", &["mq"]),
     ("export", &["mem", "wire", "mq", "sys", "virtio", "nvme"]),
-    ("attach", &["mem", "wire", "mq", "sys", "virtio", "nvme"]),
+    ("attach", &["mem", "wire", "mq", "sys", "virtio", "nvme", "mpath"]),
     ("os", &["mem", "mq", "sys"]),
     ("sim", &["mem", "mq"]),
-    ("blkyard", &["mem", "wire", "mq", "sys", "virtio", "nvme", "export", "attach", "os", "sim"]),
+    ("blkyard", &["mem", "wire", "mq", "sys", "virtio", "nvme", "mpath", "export", "attach", "os", "sim"]),
     ("lab", &["mem", "wire", "mq", "sys", "virtio", "nvme", "mpath", "export", "attach", "os", "sim", "blkyard"]),
     (
         "cli",

@@ -9,12 +9,14 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::{Duration, Instant};
 
+use blkyard_mpath::{AccessState, ConnectionState};
 use blkyard_mq::{HeldBack, LogLimit, QueueKind};
 use blkyard_nvme::tcp::SendList;
-use blkyard_nvme::{ControllerState, FabricsHost, FabricsHostEvent, FabricsIoQueue, ScannedNamespace};
+use blkyard_nvme::{AnaState, ControllerState, FabricsHost, FabricsHostEvent, FabricsIoQueue, ScannedNamespace};
 use blkyard_sys::{EventFd, PollFd, PollFlags};
 
 use crate::AttachError;
@@ -199,7 +201,7 @@ impl TcpControl {
         };
         let qid = index as u16 + 1;
         let segments_max = usize::from(namespace.info.limits.segments_max);
-        let options = self.host.queue_options(qid, segments_max, false);
+        let options = self.host.queue_options(qid, segments_max, self.shared.is_path.load(Relaxed));
         let system = |source| AttachError::System { disk: self.config.name.clone(), source };
         let queue = FabricsIoQueue::new(options, [namespace.namespace].into()).map_err(system)?;
         let mailbox = Arc::new(TcpQueueMailbox::new(kind).map_err(system)?);
@@ -299,6 +301,7 @@ impl TcpControl {
             FabricsHostEvent::Live => self.live(now_ns),
             FabricsHostEvent::NamespacesChanged => self.look_at_namespace(now_ns),
             FabricsHostEvent::Lost(error) => {
+                self.set_connection(ConnectionState::Resetting);
                 self.note_loss(error.to_string());
                 self.say(|name, held_back| {
                     tracing::warn!("{name}: {error}: I/O waits, and the connection is made again{held_back}");
@@ -306,6 +309,7 @@ impl TcpControl {
             }
             FabricsHostEvent::Retry(_) => {
                 self.has_failed = true;
+                self.set_connection(ConnectionState::Connecting);
                 let why = self.why();
                 self.note_loss(why);
             }
@@ -314,16 +318,34 @@ impl TcpControl {
             }),
             FabricsHostEvent::Failed(error) => {
                 self.has_failed = true;
+                self.set_connection(ConnectionState::Dead);
                 self.note_loss(error.to_string());
                 tracing::error!("{}: {error}: given up, all I/O fails; open the device again", self.config.name);
             }
             FabricsHostEvent::Over => self.is_over = true,
-            FabricsHostEvent::AnaChanged
-            | FabricsHostEvent::DiscoveryChanged
+            FabricsHostEvent::AnaChanged => self.look_at_access(),
+            FabricsHostEvent::Fenced(association, evidence) => self.shared.monitor.fence(association as u32, evidence),
+            FabricsHostEvent::DiscoveryChanged
             | FabricsHostEvent::Discovered(..)
-            | FabricsHostEvent::Completed { .. }
-            | FabricsHostEvent::Fenced(..) => {}
+            | FabricsHostEvent::Completed { .. } => {}
         }
+    }
+
+    fn set_connection(&self, connection: ConnectionState) {
+        self.shared.monitor.change(|state| state.connection = connection);
+    }
+
+    /// Tells queues over several paths the state of access.
+    fn look_at_access(&self) {
+        let Some(known) = &self.namespace else { return };
+        let access = match self.host.ana_state(known.namespace.nsid).unwrap_or_default() {
+            AnaState::Optimized => AccessState::Optimized,
+            AnaState::NonOptimized => AccessState::NonOptimized,
+            AnaState::Inaccessible => AccessState::Inaccessible,
+            AnaState::PersistentLoss => AccessState::PersistentLoss,
+            AnaState::Change => AccessState::Change,
+        };
+        self.shared.monitor.change(|state| state.access = access);
     }
 
     fn note_loss(&mut self, why: String) {
@@ -352,6 +374,8 @@ impl TcpControl {
             }
         }
         (self.has_failed, self.cause) = (false, None);
+        self.look_at_access();
+        self.set_connection(ConnectionState::Live);
         self.shared.note(|view| {
             view.is_connected = true;
             view.sessions += 1;

@@ -1,13 +1,15 @@
 //! A namespace over TCP as a disk: opening and operations.
 
-use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use blkyard_mpath::PathMonitor;
 use blkyard_mq::{DeviceInfo, QueueKind};
+use blkyard_nvme::NamespaceIds;
 use blkyard_sys::EventFd;
 
 use crate::AttachError;
@@ -35,6 +37,10 @@ pub struct TcpNamespaceView {
 pub(super) struct TcpShared {
     capacity_sectors: AtomicU64,
     view: Mutex<TcpNamespaceView>,
+    /// State and proofs of the association, for a device that has it as one of its paths.
+    pub(super) monitor: Arc<PathMonitor>,
+    /// Whether it is such a path: path errors end a request at once.
+    pub(super) is_path: AtomicBool,
 }
 
 impl TcpShared {
@@ -61,6 +67,7 @@ pub struct TcpNamespace {
     config: TcpNamespaceConfig,
     info: DeviceInfo,
     nsid: u32,
+    ids: NamespaceIds,
     queues: usize,
     depth: usize,
     control: Mutex<Option<JoinHandle<()>>>,
@@ -83,8 +90,8 @@ impl TcpNamespace {
         let commands = Some(ControlSender::new(sender, &wake, &wake));
         let mut info = found.info;
         (info.name, info.timeout_ns) = (config.name.clone(), config.io_max_ns);
-        let nsid = found.namespace.nsid;
-        Ok(TcpNamespace { shared, wake, commands, config, info, nsid, queues, depth, control })
+        let (nsid, ids) = (found.namespace.nsid, found.ids);
+        Ok(TcpNamespace { shared, wake, commands, config, info, nsid, ids, queues, depth, control })
     }
 
     /// Properties of the disk when it was attached.
@@ -95,6 +102,18 @@ impl TcpNamespace {
     /// Number of the namespace.
     pub fn nsid(&self) -> u32 {
         self.nsid
+    }
+
+    /// Its identity.
+    pub fn ids(&self) -> &NamespaceIds {
+        &self.ids
+    }
+
+    /// Makes it one of several paths to a device. Queues that are opened later end a request at once if the controller
+    /// refuses it on this path. Returns the state of the path.
+    pub fn as_path(&self) -> Arc<PathMonitor> {
+        self.shared.is_path.store(true, Relaxed);
+        Arc::clone(&self.shared.monitor)
     }
 
     /// Its size now, sectors: the controller may tell of another one at any time.

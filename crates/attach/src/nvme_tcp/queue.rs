@@ -354,6 +354,10 @@ impl<Cx: ?Sized + StreamService> Driver<Cx> for TcpNamespaceQueue {
         (!self.mailbox.is_polled).then(|| self.mailbox.eventfd.as_fd())
     }
 
+    fn generation(&self) -> u32 {
+        self.queue.association() as u32
+    }
+
     fn deadline_ns(&self) -> Option<u64> {
         let linger_ns = match self.stream {
             QueueStream::Lingering(_, until_ns) => Some(until_ns),

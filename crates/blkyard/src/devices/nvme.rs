@@ -8,7 +8,7 @@ use std::time::Duration;
 use blkyard_attach::{NamespaceConfig, NvmeTransport, RemoteNamespace};
 use blkyard_mem::{DmaDomain, PAGE_BYTES};
 use blkyard_mq::{DeviceInfo, QueueKind, Region, SECTOR_SHIFT};
-use blkyard_nvme::QueueDemand;
+use blkyard_nvme::{NamespaceIds, QueueDemand};
 use blkyard_os::{SystemClock, cpu_places};
 
 use crate::device::{Backing, Device, DeviceError, DeviceHandover, DeviceOps, DeviceQueue};
@@ -171,6 +171,10 @@ impl DeviceOps for NvmeDevice {
 
     fn handover(&self) -> Result<DeviceHandover<'_>, &'static str> {
         Err("its controller serves this daemon only")
+    }
+
+    fn ids(&self) -> NamespaceIds {
+        *self.namespace.ids()
     }
 
     fn counters(&self) -> BTreeMap<String, u64> {

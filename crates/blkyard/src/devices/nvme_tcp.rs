@@ -6,9 +6,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use blkyard_attach::{TcpNamespace, TcpNamespaceConfig};
+use blkyard_mpath::PathMonitor;
 use blkyard_mq::{DeviceInfo, QueueKind, SECTOR_SHIFT};
 use blkyard_nvme::fabrics::Nqn;
-use blkyard_nvme::{FabricsHostConfig, QueueDemand};
+use blkyard_nvme::{FabricsHostConfig, NamespaceIds, QueueDemand};
 use blkyard_os::{SystemClock, cpu_places};
 
 use super::{DeviceKind, MakeConnector};
@@ -162,6 +163,14 @@ impl DeviceOps for TcpDevice {
 
     fn handover(&self) -> Result<DeviceHandover<'_>, &'static str> {
         Err("its connections belong to this daemon")
+    }
+
+    fn ids(&self) -> NamespaceIds {
+        *self.namespace.ids()
+    }
+
+    fn as_path(&self) -> Option<Arc<PathMonitor>> {
+        Some(self.namespace.as_path())
     }
 
     fn counters(&self) -> BTreeMap<String, u64> {

@@ -42,13 +42,19 @@ fn names_that_are_wrong_say_what_would_be_right() {
             "floppy:a",
             [
                 "floppy",
-                "vfio-user:SOCKET, nvme:/dev/ngXnY, nvme-tcp://HOST:PORT/NQN, pci:ADDRESS, ram:SIZE, null:SIZE, chaos:SIZE or model:NAME",
+                "vfio-user:SOCKET, nvme:/dev/ngXnY, nvme-tcp://HOST:PORT/NQN, pci:ADDRESS, ram:SIZE, null:SIZE, chaos:SIZE, model:NAME or multipath:DEVICE,DEVICE",
             ],
         ),
         ("null:1G?sise=4", ["sise", "latency_us"]),
         ("null:1G?seed=4", ["seed", "latency_us"]),
         ("chaos:1M?mbps=4", ["mbps", "timeouts"]),
         ("ram:1G?block_size=513", ["block_size=513", "4k"]),
+        ("multipath:ram:1M", ["one path", "separate them by commas"]),
+        ("multipath:ram:1M,ram:2M", ["ram:2M", "2048 sectors, and this path 4096"]),
+        ("multipath:ram:1M,floppy:a", ["floppy", "ram:SIZE"]),
+        ("multipath:ram:1M,ram:1M?policy=best", ["policy=best", "round-robin"]),
+        ("multipath:ram:1M,null:1M?latency=4", ["latency", "the known keys"]),
+        ("multipath:multipath:ram:1M,ram:1M", ["a path is a device over several paths", "name all paths"]),
         ("file:/x?direct=perhaps", ["direct=perhaps", "auto"]),
     ] {
         let error = Device::open(name).unwrap_err().to_string();

@@ -6,6 +6,7 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
+use blkyard::DevicePath;
 use blkyard::rate::{RateSlot, options};
 use blkyard::tracker::tracker_options;
 use blkyard_export::QueueView;
@@ -16,9 +17,9 @@ use blkyard_mq::{
 use blkyard_os::{LaneConfig, LaneThread};
 
 use super::tree::{
-    DaemonNode, DeviceNode, ExportNode, HostNode, LaneNode, LatencyNode, NamespaceNode, NodeLatency, OpNode, QueueNode,
-    QueueNow, RequestNode, SCHEMA, SchedulerNode, SessionNode, SessionWait, TagsNode, TargetNode, TrackerNode, Tree,
-    WindowLatency,
+    DaemonNode, DeviceNode, ExportNode, HostNode, LaneNode, LatencyNode, NamespaceNode, NodeLatency, OpNode, PathNode,
+    QueueNode, QueueNow, RequestNode, SCHEMA, SchedulerNode, SessionNode, SessionWait, TagsNode, TargetNode,
+    TrackerNode, Tree, WindowLatency,
 };
 use crate::daemon::{
     ByProtocol, ClientWatch, Daemon, ExportedDevice, SeenPlaces, ServedDevice, ServedExport, ServedLanes, TRACKED,
@@ -86,6 +87,20 @@ fn device_node(daemon: &Daemon, number: usize, served: &ServedDevice) -> DeviceN
         rate: rate(&served.rate),
         tracker: tracker_node(daemon, number),
         counters: device.counters(),
+        paths: device.paths().into_iter().map(path_node).collect(),
+    }
+}
+
+fn path_node(path: DevicePath) -> PathNode {
+    let DevicePath { name, state, counters } = path;
+    PathNode {
+        name,
+        state: state.name().to_owned(),
+        ios: counters.ios,
+        latency_sum_ns: counters.latency_ns,
+        in_flight: counters.in_flight,
+        moved: counters.moved,
+        chosen: counters.reason.map(|reason| reason.name().to_owned()),
     }
 }
 

@@ -6,7 +6,7 @@ use std::fmt::Write;
 use blkyard::spec::show_size;
 
 use super::tree::{
-    DeviceNode, ExportNode, LaneNode, LatencyNode, OpNode, QueueNode, QueueNow, RequestNode, SchedulerNode,
+    DeviceNode, ExportNode, LaneNode, LatencyNode, OpNode, PathNode, QueueNode, QueueNow, RequestNode, SchedulerNode,
     SessionNode, SessionWait, TrackerNode, Tree, WindowLatency,
 };
 
@@ -80,6 +80,23 @@ fn device(out: &mut String, node: &DeviceNode) {
     if !counters.is_empty() {
         line(out, 1, &format!("counted: {}", counters.join(", ")));
     }
+    let ios: u64 = node.paths.iter().map(|path| path.ios).sum();
+    node.paths.iter().enumerate().for_each(|(number, node)| path(out, number, node, ios));
+}
+
+/// A path of a device, with its share of the I/O of all paths.
+fn path(out: &mut String, number: usize, node: &PathNode, ios: u64) {
+    let mut words = vec![format!("path {number}: {}", node.name), node.state.clone()];
+    if let Some(mean_ns) = node.latency_sum_ns.checked_div(node.ios) {
+        let percent = node.ios * 100 / ios;
+        words.push(format!("{percent} % of {ios} I/Os, mean latency {}", show_time(mean_ns)));
+    }
+    words.push(format!("{} in flight", node.in_flight));
+    if node.moved > 0 {
+        words.push(format!("{} moved to others", node.moved));
+    }
+    words.extend(node.chosen.as_ref().map(|reason| format!("last chosen as: {reason}")));
+    line(out, 1, &words.join(", "));
 }
 
 fn tracker(out: &mut String, tracker: &TrackerNode) {

@@ -71,6 +71,29 @@ pub struct DeviceNode {
     /// Counters of unusual events; for files.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub counters: BTreeMap<String, u64>,
+    /// Its paths; empty for a device that has one.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub paths: Vec<PathNode>,
+}
+
+/// A path of a device over several.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct PathNode {
+    /// Name of the device that is this path.
+    pub name: String,
+    /// `live`, `live, non-optimized`, `inaccessible`, `changing`, `resetting`, `connecting`, `lost` or another.
+    pub state: String,
+    /// I/Os that completed on it.
+    pub ios: u64,
+    /// Their latencies together.
+    pub latency_sum_ns: u64,
+    /// I/Os at it now.
+    pub in_flight: u64,
+    /// I/Os that it gave back or failed, and that were sent again.
+    pub moved: u64,
+    /// Why it was chosen last: `only path`, `best`, `unmeasured` or `probe`; unset if it never was.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub chosen: Option<String>,
 }
 
 /// The latency tracker of a device.

@@ -41,6 +41,14 @@ pub fn between(then: &Tree, mut now: Tree, seconds: f64) -> Result<Tree, Inspect
             }
         }
     }
+    for device in &mut now.devices {
+        let before = then.devices.iter().find(|node| node.number == device.number).map_or(&[][..], |node| &node.paths);
+        for (path, before) in device.paths.iter_mut().zip(before) {
+            path.ios = path.ios.saturating_sub(before.ios);
+            path.latency_sum_ns = path.latency_sum_ns.saturating_sub(before.latency_sum_ns);
+            path.moved = path.moved.saturating_sub(before.moved);
+        }
+    }
     for lane in &mut now.lanes {
         let before = then.lanes.iter().find(|node| node.number == lane.number).and_then(|node| node.turn.as_ref());
         if let (Some(turn), Some(before)) = (&lane.turn, before) {

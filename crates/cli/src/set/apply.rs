@@ -16,6 +16,7 @@ use blkyard::scheduler::take_scheduler;
 use blkyard::spec::{Spec, SpecError, show_size};
 use blkyard::tracker::{take_tracker, tracker_options};
 use blkyard_export::{Changed, QUEUES_MAX};
+use blkyard_mpath::PolicyKind;
 use blkyard_mq::{DeviceInfo, IdlePolicy, SECTOR_SHIFT};
 use blkyard_os::Moves;
 
@@ -135,7 +136,13 @@ fn set_device(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<Stri
     let scheduler = take_scheduler(&mut keys, served.scheduler())?;
     let rate = take_rate(&mut keys, served.rate.config())?;
     let tracker = take_tracker(&mut keys, daemon.trackers.config(number), usual_tracker(made))?;
+    let policies = PolicyKind::ALL.map(PolicyKind::name).join(", ");
+    let policy = keys.take_with("policy", &format!("one of {policies}"), |name| name.parse::<PolicyKind>().ok())?;
     keys.finish()?;
+    if let (Some(policy), None) = (policy, served.device.path_settings()) {
+        let cause = format!("policy={} chooses among paths, and this device has one", policy.name());
+        return Err(SpecError::new(name, cause, "open it as multipath:DEVICE,DEVICE").into());
+    }
     if force && size.is_none() {
         return Err(SpecError::new(name, "force=on needs a size", "add size=SIZE").into());
     }
@@ -180,6 +187,10 @@ fn set_device(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<Stri
             Ok(_) => {}
             Err(error) => problems.push(error.to_string()),
         }
+    }
+    if let (Some(policy), Some(settings)) = (policy, served.device.path_settings()) {
+        settings.set_policy(policy);
+        done.push(format!("{name}: policy {} chooses the path of each I/O", policy.name()));
     }
     if let Some(rate) = rate {
         served.rate.set(rate);

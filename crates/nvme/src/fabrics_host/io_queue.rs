@@ -196,6 +196,11 @@ impl FabricsIoQueue {
         self.options.qid
     }
 
+    /// Number of the association that requests in flight were sent on; zero before the first.
+    pub fn association(&self) -> u64 {
+        self.connect.as_ref().map_or(0, |connect| connect.association)
+    }
+
     /// Maximum requests in flight.
     pub fn depth(&self) -> u16 {
         self.options.depth
@@ -262,7 +267,7 @@ impl FabricsIoQueue {
     }
 
     fn report(&mut self, report: FabricsQueueReport) {
-        let association = self.connect.as_ref().map_or(0, |connect| connect.association);
+        let association = self.association();
         // Repeated ones say no more.
         if self.reports.back() != Some(&(association, report)) {
             self.reports.push_back((association, report));

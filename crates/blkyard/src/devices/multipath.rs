@@ -1,0 +1,287 @@
+//! `multipath:DEVICE,DEVICE`: one disk over several devices that reach the same one.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use blkyard_mem::{DmaDomain, PAGE_BYTES, Region};
+use blkyard_mpath::{
+    MultipathQueue, MultipathSettings, MultipathStats, PATHS_MAX, PathCounters, PathMonitor, PolicyKind, QueuePath,
+};
+use blkyard_mq::{DeviceInfo, Driver, QueueKind, QueueLimits, SECTOR_SHIFT};
+use blkyard_nvme::NamespaceIds;
+use blkyard_os::Ring;
+use blkyard_sys::{Epoll, EventFlags, Registered};
+
+use super::{DeviceKind, KINDS, MakeConnector, kind_of};
+use crate::device::{Backing, Device, DeviceError, DeviceHandover, DeviceOps, DevicePath, DeviceQueue};
+use crate::spec::{Spec, SpecError};
+
+pub(super) const KIND: DeviceKind =
+    DeviceKind { schemes: &[SCHEME], usage: "multipath:DEVICE,DEVICE", open, adopt: None, open_all: None };
+
+const SCHEME: &str = "multipath";
+/// Default time that I/O waits without a usable path: as long as an association over TCP is tried for.
+const NO_PATH_S: u64 = 600;
+
+fn open(mut spec: Spec, _: Option<MakeConnector<'_>>) -> Result<Device, DeviceError> {
+    let names = PolicyKind::ALL.map(PolicyKind::name).join(", ");
+    let policy = spec.take_with("policy", &format!("one of {names}"), |name| name.parse().ok())?;
+    let no_path_s = spec.take_number("no_path_s", 0, u64::from(u32::MAX))?.unwrap_or(NO_PATH_S);
+    let settings = MultipathSettings::new(policy.unwrap_or_default(), no_path_s * 1_000_000_000);
+    // The others are those of each path.
+    let options = spec.take_rest();
+    let paths: Vec<_> = spec.body.split(',').filter(|path| !path.is_empty()).collect();
+    let wrong = |cause: &str, cure: &str| SpecError::new(&spec.name, cause, cure);
+    if paths.len() < 2 {
+        return Err(wrong("it has one path", "name at least two devices, and separate them by commas").into());
+    }
+    if paths.len() > PATHS_MAX {
+        return Err(wrong("it has too many paths", &format!("name at most {PATHS_MAX}")).into());
+    }
+    let mut devices = Vec::with_capacity(paths.len());
+    for path in paths {
+        let mut path = Spec::parse(path)?;
+        if path.scheme == SCHEME {
+            let cure = "name all paths in one list";
+            return Err(SpecError::new(&path.name, "a path is a device over several paths itself", cure).into());
+        }
+        options.iter().try_for_each(|(key, value)| path.set(key, value))?;
+        devices.push((kind_of(KINDS, &path)?.open)(path, None)?);
+    }
+    Ok(MultipathDevice::new(&spec, devices, settings)?.into())
+}
+
+/// A device over several.
+#[derive(Debug)]
+struct MultipathDevice {
+    info: DeviceInfo,
+    paths: Vec<Device>,
+    monitors: Vec<Option<Arc<PathMonitor>>>,
+    settings: Arc<MultipathSettings>,
+    queues: Mutex<QueueStats>,
+}
+
+/// Counters of all queues so far.
+#[derive(Debug)]
+struct QueueStats {
+    /// Of the queues that are open, and of those that were closed since the last look.
+    open: Vec<Arc<MultipathStats>>,
+    /// Of those that were closed before, by path.
+    closed: Vec<PathCounters>,
+}
+
+impl QueueStats {
+    /// Adds up the counters of queues that are closed by now.
+    fn look(&mut self) {
+        let closed = &mut self.closed;
+        self.open.retain(|stats| {
+            let is_open = Arc::strong_count(stats) > 1;
+            if !is_open {
+                for (number, sum) in closed.iter_mut().enumerate() {
+                    // Requests that were at a path when its queue was closed are nowhere.
+                    add(sum, &PathCounters { in_flight: 0, ..stats.path(number) });
+                }
+            }
+            is_open
+        });
+    }
+}
+
+fn add(sum: &mut PathCounters, one: &PathCounters) {
+    sum.ios += one.ios;
+    sum.latency_ns += one.latency_ns;
+    sum.in_flight += one.in_flight;
+    sum.moved += one.moved;
+    if one.chosen_ns > sum.chosen_ns {
+        (sum.chosen_ns, sum.reason) = (one.chosen_ns, one.reason);
+    }
+}
+
+impl MultipathDevice {
+    fn new(spec: &Spec, paths: Vec<Device>, settings: MultipathSettings) -> Result<MultipathDevice, SpecError> {
+        let mut info = paths[0].info().clone();
+        for path in &paths[1..] {
+            join(&mut info, &paths[0], path)?;
+        }
+        info.name = spec.address();
+        let monitors = paths.iter().map(|path| path.as_path()).collect();
+        let queues = QueueStats { open: Vec::new(), closed: vec![PathCounters::default(); paths.len()] };
+        Ok(MultipathDevice { info, paths, monitors, settings: Arc::new(settings), queues: Mutex::new(queues) })
+    }
+
+    fn queue_stats(&self) -> MutexGuard<'_, QueueStats> {
+        let mut queues = self.queues.lock().unwrap_or_else(PoisonError::into_inner);
+        queues.look();
+        queues
+    }
+}
+
+/// Adds a path to the properties of a device, if it reaches the same one as its first path.
+fn join(info: &mut DeviceInfo, first: &Device, path: &Device) -> Result<(), SpecError> {
+    let other = path.info();
+    let differs = |cause: String| SpecError::new(&other.name, cause, "name paths to the same device only");
+    if other.capacity_sectors != info.capacity_sectors {
+        let (one, other) = (info.capacity_sectors, other.capacity_sectors);
+        return Err(differs(format!("the first path has {one} sectors, and this path {other}")));
+    }
+    let (one, new) = (&info.limits, &other.limits);
+    if one.logical_block_bytes != new.logical_block_bytes {
+        let (one, new) = (one.logical_block_bytes, new.logical_block_bytes);
+        return Err(differs(format!("the first path has blocks of {one} bytes, and this path of {new}")));
+    }
+    if !may_be_same(&first.ids(), &path.ids()) {
+        let name = &first.info().name;
+        return Err(differs(format!("NGUID, UUID or EUI-64 of the namespace differ from those at {name}")));
+    }
+    info.limits = limits_of_both(one, new);
+    info.read_only |= other.read_only;
+    info.volatile_cache |= other.volatile_cache;
+    info.fua &= other.fua;
+    info.rotational |= other.rotational;
+    let timeouts = [info.timeout_ns, other.timeout_ns].into_iter().filter(|ns| *ns > 0);
+    info.timeout_ns = timeouts.min().unwrap_or(0);
+    Ok(())
+}
+
+/// Whether two namespaces may be the same: no identifier differs that both have.
+fn may_be_same(one: &NamespaceIds, other: &NamespaceIds) -> bool {
+    fn is_same<const N: usize>(one: [u8; N], other: [u8; N]) -> bool {
+        one == other || [one, other].contains(&[0; N])
+    }
+    is_same(one.nguid, other.nguid) && is_same(one.uuid, other.uuid) && is_same(one.eui64, other.eui64)
+}
+
+/// Limits that requests for either path keep.
+fn limits_of_both(one: &QueueLimits, other: &QueueLimits) -> QueueLimits {
+    QueueLimits {
+        logical_block_bytes: one.logical_block_bytes,
+        physical_block_bytes: one.physical_block_bytes.max(other.physical_block_bytes),
+        sectors_max: one.sectors_max.min(other.sectors_max),
+        segments_max: one.segments_max.min(other.segments_max),
+        segment_bytes_max: one.segment_bytes_max.min(other.segment_bytes_max),
+        segment_boundary_mask: one.segment_boundary_mask.min(other.segment_boundary_mask),
+        // Boundaries are powers of two or absent; of others the smaller is kept, and the other only costs time.
+        chunk_sectors: match (one.chunk_sectors, other.chunk_sectors) {
+            (0, chunk) | (chunk, 0) => chunk,
+            (one, other) => one.min(other),
+        },
+        virt_boundary_mask: one.virt_boundary_mask | other.virt_boundary_mask,
+        dma_alignment_mask: one.dma_alignment_mask | other.dma_alignment_mask,
+        write_granularity_bytes: one.write_granularity_bytes.max(other.write_granularity_bytes),
+        atomic_sectors_max: one.atomic_sectors_max.min(other.atomic_sectors_max),
+        discard_sectors_max: one.discard_sectors_max.min(other.discard_sectors_max),
+        discard_granularity_bytes: one.discard_granularity_bytes.max(other.discard_granularity_bytes),
+        discard_alignment_bytes: one.discard_alignment_bytes.max(other.discard_alignment_bytes),
+        discard_segments_max: one.discard_segments_max.min(other.discard_segments_max),
+        write_zeroes_sectors_max: one.write_zeroes_sectors_max.min(other.write_zeroes_sectors_max),
+    }
+}
+
+/// Eventfds of the paths of one queue, as one descriptor.
+#[derive(Debug)]
+struct PathEvents {
+    epoll: Epoll,
+    _eventfds: Vec<Registered<OwnedFd>>,
+}
+
+impl PathEvents {
+    /// Of the drivers that have one; `None` if no driver has.
+    fn new(paths: &[QueuePath<DeviceQueue>]) -> io::Result<Option<PathEvents>> {
+        let eventfds: Vec<_> = paths.iter().filter_map(|path| Driver::<Ring>::eventfd(&path.driver)).collect();
+        if eventfds.is_empty() {
+            return Ok(None);
+        }
+        let epoll = Epoll::new()?;
+        let register = |eventfd: BorrowedFd<'_>| epoll.register(eventfd.try_clone_to_owned()?, 0, EventFlags::IN);
+        let eventfds = eventfds.into_iter().map(register).collect::<io::Result<_>>()?;
+        Ok(Some(PathEvents { epoll, _eventfds: eventfds }))
+    }
+}
+
+impl AsFd for PathEvents {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.epoll.as_fd()
+    }
+}
+
+impl DeviceOps for MultipathDevice {
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn describe(&self) -> String {
+        format!("{} paths, policy {}", self.paths.len(), self.settings.policy().name())
+    }
+
+    fn queue(&self, kind: QueueKind, depth: usize) -> Result<DeviceQueue, DeviceError> {
+        let open = |(device, monitor): (&Device, &Option<Arc<PathMonitor>>)| {
+            Ok(QueuePath { driver: device.queue(kind, depth)?, monitor: monitor.clone(), node: 0 })
+        };
+        let paths = self.paths.iter().zip(&self.monitors).map(open).collect::<Result<Vec<_>, DeviceError>>()?;
+        let failed = |source| DeviceError::Memory { name: self.info.name.clone(), source };
+        let events = PathEvents::new(&paths).map_err(failed)?;
+        let queue = MultipathQueue::new(paths, Arc::clone(&self.settings), depth, 0, events);
+        self.queue_stats().open.push(Arc::clone(queue.stats()));
+        Ok(Box::new(queue))
+    }
+
+    fn queues_max(&self) -> usize {
+        self.paths.iter().map(|path| path.queues_max()).min().unwrap_or(0)
+    }
+
+    fn depth_max(&self) -> usize {
+        self.paths.iter().map(|path| path.depth_max()).min().unwrap_or(0)
+    }
+
+    /// One region in all, shared: some path may map it, or give it to another process.
+    fn memory(&self, parts: usize, bytes: usize) -> io::Result<Vec<(Arc<Region>, u64)>> {
+        let part_bytes = bytes.checked_next_multiple_of(PAGE_BYTES).ok_or(io::ErrorKind::OutOfMemory)?;
+        let all = part_bytes.checked_mul(parts).ok_or(io::ErrorKind::OutOfMemory)?;
+        let region = Region::shared(all)?;
+        Ok((0..parts).map(|part| (Arc::clone(&region), (part_bytes * part) as u64)).collect())
+    }
+
+    fn dma_domains(&self) -> Vec<Arc<DmaDomain>> {
+        self.paths.iter().flat_map(|path| path.dma_domains()).collect()
+    }
+
+    fn check_export(&self) -> Result<(), (&'static str, &'static str)> {
+        self.paths.iter().try_for_each(|path| path.check_export())
+    }
+
+    fn backing(&self) -> io::Result<Backing> {
+        let sectors = self.sectors_now().unwrap_or(self.info.capacity_sectors);
+        let fixed =
+            Some(("is reached over several paths", "resize it at its target; the new size is read automatically"));
+        Ok(Backing::File { bytes: sectors << SECTOR_SHIFT, fixed })
+    }
+
+    /// The smallest of the paths' sizes: I/O within it succeeds on each.
+    fn sectors_now(&self) -> Option<u64> {
+        self.paths.iter().filter_map(|path| path.sectors_now()).min()
+    }
+
+    fn handover(&self) -> Result<DeviceHandover<'_>, &'static str> {
+        Err("its paths belong to this daemon")
+    }
+
+    fn paths(&self) -> Vec<DevicePath> {
+        let queues = self.queue_stats();
+        let view = |(number, (device, monitor)): (usize, (&Device, &Option<Arc<PathMonitor>>))| {
+            let mut counters = queues.closed[number];
+            queues.open.iter().for_each(|stats| add(&mut counters, &stats.path(number)));
+            let state = monitor.as_ref().map(|monitor| monitor.state()).unwrap_or_default();
+            DevicePath { name: device.info().name.clone(), state, counters }
+        };
+        self.paths.iter().zip(&self.monitors).enumerate().map(view).collect()
+    }
+
+    fn path_settings(&self) -> Option<&MultipathSettings> {
+        Some(&self.settings)
+    }
+
+    fn has_ended(&self) -> bool {
+        self.paths.iter().all(|path| path.has_ended())
+    }
+}
