@@ -2,7 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use blkyard_mq::{DeviceInfo, LogLimit, Op};
+use blkyard_mq::{DeviceInfo, ErrorCode, LogLimit, Op};
+use blkyard_nvme::NvmeStatus;
 
 use crate::daemon::Daemon;
 
@@ -42,16 +43,18 @@ fn tell(info: &DeviceInfo) {
         tracing::error!(device = %info.name, errors = count, "I/O error");
         return;
     };
-    let cause = match error.errno {
-        Some(errno) => std::io::Error::from_raw_os_error(errno).to_string(),
-        None => error.status.to_string(),
+    let (errno, nvme_status, cause) = match error.code {
+        Some(ErrorCode::Errno(errno)) => (Some(errno), None, std::io::Error::from_raw_os_error(errno).to_string()),
+        Some(ErrorCode::Nvme(status)) => (None, Some(status), NvmeStatus(status).to_string()),
+        None => (None, None, error.status.to_string()),
     };
     tracing::error!(
         device = %info.name,
         operation = name_of(error.op),
         sector = error.sector,
         bytes = error.bytes,
-        errno = error.errno,
+        errno,
+        nvme_status,
         cause,
         errors = count,
         "I/O error"

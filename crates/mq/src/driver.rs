@@ -7,7 +7,7 @@ use blkyard_mem::{BufferId, RegionTable, RegisteredBuffer};
 
 use crate::fifo::put_first;
 use crate::request::{Marks, Ranges, Request, RequestState, RequestTable, Segments};
-use crate::{IoErrors, QueueLimits, SharedDepth, Status, Tag};
+use crate::{ErrorCode, IoErrors, QueueLimits, SharedDepth, Status, Tag};
 
 /// Driver of a hardware queue: one queue pair of a device.
 ///
@@ -346,10 +346,10 @@ impl Done<'_> {
         self.ended.push((tag.put_down(), status));
     }
 
-    /// Records the errno of the request in a slot, which fails now.
+    /// Records the error number of the request in a slot, which fails now.
     #[cold]
-    pub fn note_errno(&mut self, index: usize, errno: i32) {
-        self.table.errnos.push((index as u16, errno));
+    pub fn note_code(&mut self, index: usize, code: ErrorCode) {
+        self.table.codes.push((index as u16, code));
     }
 
     /// Requeues a request: it waits ahead of all that were submitted after it. Its memory is not accessed any more, but

@@ -8,6 +8,15 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::{Op, Status};
 
+/// Error number of a failed request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ErrorCode {
+    /// Errno of the operating system.
+    Errno(i32),
+    /// Status field of an NVMe completion, without the phase bit.
+    Nvme(u16),
+}
+
 /// A failed request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IoError {
@@ -19,8 +28,8 @@ pub struct IoError {
     pub bytes: u64,
     /// How it failed.
     pub status: Status,
-    /// Errno, if the error came from the operating system.
-    pub errno: Option<i32>,
+    /// Error number of the operating system or of the device, if there is one.
+    pub code: Option<ErrorCode>,
 }
 
 /// The I/O errors of one device. Clones share them.
@@ -73,7 +82,7 @@ mod tests {
     use super::*;
 
     fn error(sector: u64) -> IoError {
-        IoError { op: Op::Write, sector, bytes: 512, status: Status::Io, errno: Some(5) }
+        IoError { op: Op::Write, sector, bytes: 512, status: Status::Io, code: Some(ErrorCode::Errno(5)) }
     }
 
     #[test]

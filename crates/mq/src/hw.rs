@@ -633,10 +633,10 @@ impl<D> HwQueue<D> {
         self.uncount_tag(usize::from(namespace));
         if !status.is_ok() {
             // An unsupported operation is no device error.
-            let errno = self.table.take_errno(number);
+            let code = self.table.take_code(number);
             if status != Status::NotSupported {
                 let errors = &self.namespaces[usize::from(namespace)].info.errors;
-                errors.note(IoError { op, sector, bytes, status, errno });
+                errors.note(IoError { op, sector, bytes, status, code });
             }
         }
         if marks.contains(Marks::SLOW) {

@@ -40,7 +40,7 @@ pub use blkyard_mem::{BufferAccess, BufferId, Region, RegionTable, RegisterError
 pub use budget::{Budget, BudgetError, BudgetShare};
 pub use disk::{QueueFactory, QueuesError, SharedDisk, SharedSubmitter};
 pub use driver::{Batch, BlockDevice, DeviceInfo, Done, Driver, Shortage, TimedOut};
-pub use errors::{IoError, IoErrors};
+pub use errors::{ErrorCode, IoError, IoErrors};
 pub use fence::{FenceEvidence, Fenced, PathGeneration, TakenBio, UnfencedBio};
 pub use hw::{FlushSnapshot, HwQueue, HwQueueConfig, HwSnapshot, Merging, NamespaceSnapshot, RequestSnapshot};
 pub use idle::IdlePolicy;

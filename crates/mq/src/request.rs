@@ -7,7 +7,7 @@ use blkyard_mem::Segment;
 
 use crate::bio::Wait;
 use crate::limits::{Cursor, Pieces, Shape};
-use crate::{Bio, BioFlags, Op, QueueLimits, SECTOR_SHIFT};
+use crate::{Bio, BioFlags, ErrorCode, Op, QueueLimits, SECTOR_SHIFT};
 
 /// Where a request is in its life. Everything before the driver is idle, wherever it is listed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -297,8 +297,8 @@ pub(crate) struct Split {
 pub(crate) struct RequestTable {
     pub(crate) requests: Box<[Request]>,
     pub(crate) bios: OpenBios,
-    /// Errnos by slot of the failed request.
-    pub(crate) errnos: Vec<(u16, i32)>,
+    /// Error numbers by slot of the failed request.
+    pub(crate) codes: Vec<(u16, ErrorCode)>,
 }
 
 /// Bios that are not simply one request each.
@@ -322,7 +322,7 @@ impl RequestTable {
             pieces: (0..namespaces).map(|_| ANY).collect(),
         };
         let requests = (0..depth).map(|_| Request::default()).collect();
-        RequestTable { requests, bios, errnos: Vec::with_capacity(depth) }
+        RequestTable { requests, bios, codes: Vec::with_capacity(depth) }
     }
 
     /// Number of bios in requests for which this is true.
@@ -333,10 +333,10 @@ impl RequestTable {
         whole.chain(split).chain(chained).filter(|bio| is(bio)).count()
     }
 
-    /// Errno of a failed request.
-    pub(crate) fn take_errno(&mut self, number: u16) -> Option<i32> {
-        let noted = self.errnos.iter().position(|(of, _)| *of == number)?;
-        Some(self.errnos.swap_remove(noted).1)
+    /// Error number of a failed request.
+    pub(crate) fn take_code(&mut self, number: u16) -> Option<ErrorCode> {
+        let noted = self.codes.iter().position(|(of, _)| *of == number)?;
+        Some(self.codes.swap_remove(noted).1)
     }
 
     /// The submitter of a bio that was split.

@@ -37,7 +37,7 @@ pub use nvm_limits::NvmLimits;
 pub use passthrough::{PassthroughQueue, TransferBuffer};
 pub use queue_pair::{Completed, CqeFault, CqeFaults, HostQueuePair, QueueRings};
 pub(crate) use queue_pair::{SLOT_MASK, cid};
-pub use retry::{Disposition, RETRIES_MAX, Retries, RetryDelays};
+pub use retry::{CANCELLED_RETRY_NS, Disposition, RETRIES_MAX, Retries, RetryDelays};
 pub use scan::{NAMESPACES_MAX, NamespaceIds, ScannedNamespace};
 pub use state::ControllerState;
 pub use transport::{ControllerTransport, DeviceGone};

@@ -70,10 +70,10 @@ pub use fields::{
     SMART_FIELDS, SMART_LOG_BYTES,
 };
 pub use host::{
-    AdminData, AdminRings, Completed, ControllerState, ControllerTransport, CqeFault, CqeFaults, DeviceGone, Disable,
-    Disposition, Enable, HostController, HostEvent, HostQueuePair, HostStep, LateAction, NAMESPACES_MAX, NamespaceIds,
-    NvmLimits, NvmeHostConfig, NvmeHostError, PassthroughQueue, QueueDemand, QueueRings, RETRIES_MAX, Retries,
-    RetryDelays, ScannedNamespace, Silence, TransferBuffer,
+    AdminData, AdminRings, CANCELLED_RETRY_NS, Completed, ControllerState, ControllerTransport, CqeFault, CqeFaults,
+    DeviceGone, Disable, Disposition, Enable, HostController, HostEvent, HostQueuePair, HostStep, LateAction,
+    NAMESPACES_MAX, NamespaceIds, NvmLimits, NvmeHostConfig, NvmeHostError, PassthroughQueue, QueueDemand, QueueRings,
+    RETRIES_MAX, Retries, RetryDelays, ScannedNamespace, Silence, TransferBuffer,
 };
 pub use identify::{IDENTIFY_BYTES, IdentifyController, IdentifyNamespace, LbaFormat};
 pub use io_queue::{IoQueue, IoQueueCommand, IoQueueReport, LateCommand};

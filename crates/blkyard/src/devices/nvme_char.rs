@@ -91,7 +91,7 @@ fn identify_data(node: &NvmeDeviceNode, what: u8, nsid: u32) -> Result<[u8; IDEN
         let ended = node.submit(NvmeIoctlQueue::Admin, dwords, &mut data, &mut [], IDENTIFY_TIMEOUT);
         let status = match ended {
             Ok(ended) => NvmeStatus(ended.status),
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => NvmeStatus::HOST_ABORTED,
+            Err(error) if was_cancelled(&error) => NvmeStatus::HOST_ABORTED,
             Err(error) => return Err(error.to_string()),
         };
         if status.is_success() {
@@ -103,6 +103,11 @@ fn identify_data(node: &NvmeDeviceNode, what: u8, nsid: u32) -> Result<[u8; IDEN
         std::thread::sleep(RESET_PAUSE);
     }
     Ok(data)
+}
+
+/// Whether a reset of the controller cancelled the command (EINTR), or met its start (EIO).
+fn was_cancelled(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::Interrupted || error.raw_os_error() == Some(5)
 }
 
 /// Applies the limits of the kernel. Memory of any alignment will do: the kernel copies it if need be.

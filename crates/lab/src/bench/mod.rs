@@ -33,7 +33,8 @@ use blkyard::rate::take_own_rate;
 use blkyard::scheduler::take_device_scheduler;
 use blkyard::spec::{Spec, SpecError};
 use blkyard::{Connector, Device, DeviceError, DeviceQueue, DiskError, queue_depth};
-use blkyard_mq::{HwQueue, HwQueueConfig, IdlePolicy, QueueKind, RegisterError};
+use blkyard_mq::{ErrorCode, HwQueue, HwQueueConfig, IdlePolicy, IoError, QueueKind, RegisterError, SECTOR_SHIFT};
+use blkyard_nvme::NvmeStatus;
 use blkyard_os::{LaneConfig, LaneError, LaneThread, RingConfig, Signals, cpu_places, node_of};
 
 pub use args::{BenchArgs, Pattern, ReportFormat, Verify};
@@ -327,6 +328,13 @@ fn add_up(
         outstanding += live.in_flight();
         violations.push(format!("job {job}: it sleeps until its I/O has completed; its latencies are unknown"));
     }
+    if let Some((Some(IoError { op, sector, bytes, code: Some(code), .. }), _)) = device.info().errors.take() {
+        let sectors = bytes >> SECTOR_SHIFT;
+        violations.push(format!(
+            "first error of the device: {op:?} of {sectors} sectors at sector {sector}: {}",
+            cause(code)
+        ));
+    }
     BenchReport {
         device: device.info().name.clone(),
         options: report::options(args, plan),
@@ -338,5 +346,13 @@ fn add_up(
         violations,
         outstanding,
         is_cut_short: false,
+    }
+}
+
+/// The meaning of a device's error number.
+fn cause(code: ErrorCode) -> String {
+    match code {
+        ErrorCode::Errno(errno) => io::Error::from_raw_os_error(errno).to_string(),
+        ErrorCode::Nvme(status) => NvmeStatus(status).to_string(),
     }
 }

@@ -1,11 +1,16 @@
 //! Retries of failed commands: a request ends, or is submitted again at once or after a delay.
 
-use blkyard_mq::{Done, Status, Tag};
+use blkyard_mq::{Done, ErrorCode, Status, Tag};
 
 use crate::{IdentifyController, NvmeStatus};
 
 /// Maximum retries of a request, as in Linux.
 pub const RETRIES_MAX: u8 = 5;
+/// Time for which a command that was cancelled, or could not be started, is submitted again; ns. It is the kernel's
+/// default timeout of an I/O, and longer than a reset of a live controller.
+pub const CANCELLED_RETRY_NS: u64 = 30_000_000_000;
+/// Delay of such a retry, ns.
+const CANCELLED_DELAY_NS: u64 = 100_000_000;
 /// Unit of the controller's retry delays, ns.
 const DELAY_UNIT_NS: u64 = 100_000_000;
 
@@ -46,25 +51,57 @@ impl Disposition {
         }
         Disposition::Retry(delays.of(status))
     }
+
+    /// Disposition of a request whose commands were cancelled, or not started, for so long.
+    pub fn of_cancelled(elapsed_ns: u64) -> Disposition {
+        match elapsed_ns {
+            ..CANCELLED_RETRY_NS => Disposition::Retry(CANCELLED_DELAY_NS),
+            _ => Disposition::Complete,
+        }
+    }
+}
+
+/// Retries of one request.
+#[derive(Clone, Copy, Debug, Default)]
+struct RetryState {
+    count: u8,
+    /// When a command was first cancelled, ns.
+    cancelled_ns: Option<u64>,
+}
+
+impl RetryState {
+    fn is_set(self) -> bool {
+        self.count > 0 || self.cancelled_ns.is_some()
+    }
+}
+
+/// A request that waits for its retry.
+#[derive(Debug)]
+struct DelayedRetry {
+    due_ns: u64,
+    tag: Tag,
+    /// Whether its last command has an answer.
+    is_answered: bool,
 }
 
 /// Failed requests of one queue.
 #[derive(Debug)]
 pub struct Retries {
     delays: RetryDelays,
-    /// Retry count by slot.
-    counts: Box<[u8]>,
-    /// Number of slots with a count above zero.
+    /// By slot.
+    states: Box<[RetryState]>,
+    /// Number of slots with a state.
     retried: usize,
-    /// Waiting requests with their deadlines, ns.
-    delayed: Vec<(u64, Tag)>,
+    /// Waiting requests.
+    delayed: Vec<DelayedRetry>,
 }
 
 impl Retries {
     /// For a queue with so many slots.
     pub fn new(slots: u16, delays: RetryDelays) -> Retries {
         let slots = usize::from(slots);
-        Retries { delays, counts: vec![0; slots].into(), retried: 0, delayed: Vec::with_capacity(slots) }
+        let states = vec![RetryState::default(); slots].into();
+        Retries { delays, states, retried: 0, delayed: Vec::with_capacity(slots) }
     }
 
     /// Continues with the delays of another controller.
@@ -87,21 +124,48 @@ impl Retries {
     /// The same, with a retry no earlier than after this time, ns.
     #[cold]
     pub fn finish_after(&mut self, tag: Tag, status: NvmeStatus, after_ns: u64, done: &mut Done<'_>, now_ns: u64) {
-        let count = &mut self.counts[tag.index()];
-        match Disposition::of(status, *count, self.delays) {
+        let state = &mut self.states[tag.index()];
+        match Disposition::of(status, state.count, self.delays) {
             Disposition::Complete => {
                 self.forget(&tag);
+                if !status.is_success() {
+                    done.note_code(tag.index(), ErrorCode::Nvme(status.0));
+                }
                 done.complete(tag, status.to_status());
             }
             Disposition::Retry(delay_ns) => {
-                self.retried += usize::from(*count == 0);
-                *count += 1;
+                self.retried += usize::from(!state.is_set());
+                state.count += 1;
                 match delay_ns.max(after_ns) {
                     // Cancelled without an answer.
                     0 if status.without_flags() == NvmeStatus::HOST_ABORTED => done.requeue(tag),
                     0 => done.requeue_answered(tag),
-                    delay_ns => self.delayed.push((now_ns.saturating_add(delay_ns), tag)),
+                    delay_ns => {
+                        let due_ns = now_ns.saturating_add(delay_ns);
+                        self.delayed.push(DelayedRetry { due_ns, tag, is_answered: true });
+                    }
                 }
+            }
+        }
+    }
+
+    /// Handles a command that ended without an answer of the controller: cancelled by a reset, or not started. Its
+    /// request is retried for [`CANCELLED_RETRY_NS`]; such retries do not count. Then it fails, with this code.
+    #[cold]
+    pub fn finish_cancelled(&mut self, tag: Tag, code: ErrorCode, done: &mut Done<'_>, now_ns: u64) {
+        let state = &mut self.states[tag.index()];
+        let first_ns = state.cancelled_ns.unwrap_or(now_ns);
+        match Disposition::of_cancelled(now_ns.saturating_sub(first_ns)) {
+            Disposition::Complete => {
+                self.forget(&tag);
+                done.note_code(tag.index(), code);
+                done.complete(tag, Status::Io);
+            }
+            Disposition::Retry(delay_ns) => {
+                self.retried += usize::from(!state.is_set());
+                state.cancelled_ns = Some(first_ns);
+                let due_ns = now_ns.saturating_add(delay_ns);
+                self.delayed.push(DelayedRetry { due_ns, tag, is_answered: false });
             }
         }
     }
@@ -110,13 +174,13 @@ impl Retries {
     #[inline]
     pub fn forget(&mut self, tag: &Tag) {
         if self.retried > 0 {
-            self.retried -= usize::from(std::mem::take(&mut self.counts[tag.index()]) > 0);
+            self.retried -= usize::from(std::mem::take(&mut self.states[tag.index()]).is_set());
         }
     }
 
     /// Earliest deadline of a retry.
     pub fn deadline_ns(&self) -> Option<u64> {
-        self.delayed.iter().map(|(due_ns, _)| *due_ns).min()
+        self.delayed.iter().map(|delayed| delayed.due_ns).min()
     }
 
     /// Resubmits the requests whose delay has ended.
@@ -130,23 +194,26 @@ impl Retries {
     #[cold]
     fn requeue_before(&mut self, now_ns: u64, done: &mut Done<'_>) {
         let mut number = 0;
-        while let Some((due_ns, _)) = self.delayed.get(number) {
-            if *due_ns <= now_ns {
-                done.requeue_answered(self.delayed.swap_remove(number).1);
-            } else {
+        while let Some(delayed) = self.delayed.get(number) {
+            if delayed.due_ns > now_ns {
                 number += 1;
+                continue;
+            }
+            match self.delayed.swap_remove(number) {
+                DelayedRetry { tag, is_answered: true, .. } => done.requeue_answered(tag),
+                DelayedRetry { tag, .. } => done.requeue(tag),
             }
         }
     }
 
     /// Drops all waiting requests with their hardware queue.
     pub fn abandon_delayed(&mut self) {
-        self.delayed.drain(..).for_each(|(_, tag)| std::mem::forget(tag));
+        self.delayed.drain(..).for_each(|delayed| std::mem::forget(delayed.tag));
     }
 
     /// Fails all waiting requests after the controller is gone.
     pub fn fail_delayed(&mut self, done: &mut Done<'_>) {
-        while let Some((_, tag)) = self.delayed.pop() {
+        while let Some(DelayedRetry { tag, .. }) = self.delayed.pop() {
             self.forget(&tag);
             done.complete(tag, Status::Offline);
         }
@@ -173,5 +240,13 @@ mod tests {
         assert_eq!(of(delayed(1), 0), Disposition::Retry(100_000_000));
         assert_eq!(of(delayed(2), 0), Disposition::Retry(0), "a delay that the controller does not name");
         assert_eq!(of(delayed(3), 1), Disposition::Retry(3_000_000_000));
+    }
+
+    #[test]
+    fn cancelled_commands_are_retried_for_thirty_seconds() {
+        for elapsed_ns in [0, 1_000_000_000, CANCELLED_RETRY_NS - 1] {
+            assert_eq!(Disposition::of_cancelled(elapsed_ns), Disposition::Retry(100_000_000), "{elapsed_ns}");
+        }
+        assert_eq!(Disposition::of_cancelled(CANCELLED_RETRY_NS), Disposition::Complete);
     }
 }

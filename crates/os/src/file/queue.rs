@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use blkyard_mem::{BufferId, BufferMap, Region, RegionTable, RegisteredBuffer, Span};
-use blkyard_mq::{Batch, Cids, Done, Driver, Op, Request, Segment, Segments, Shortage, Status};
+use blkyard_mq::{Batch, Cids, Done, Driver, ErrorCode, Op, Request, Segment, Segments, Shortage, Status};
 
 use super::SharedFile;
 use super::place::{BOUNCES, Data, FileSlot, Next};
@@ -267,7 +267,7 @@ impl Driver<Ring> for FileQueue {
                     let (_, segments) = done.request_at(index);
                     let status = self.settle(memory, index, segments, status);
                     if !status.is_ok() && completion.result < 0 {
-                        done.note_errno(index, -completion.result);
+                        done.note_code(index, ErrorCode::Errno(-completion.result));
                     }
                     let Ok(tag) = self.cids.redeem(completion.cid) else { continue };
                     self.in_flight -= 1;

@@ -1,13 +1,13 @@
 //! The driver of one queue: requests become commands, results become statuses.
 //!
-//! A command whose controller was reset, or whose status allows it, is submitted again, at most five times. A namespace
-//! that is gone fails all requests.
+//! A command whose status allows it is submitted again, at most five times; one that the kernel cancelled or could not
+//! start, for a bounded time. A namespace that is gone fails all requests.
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use blkyard_mem::{BufferId, RegisteredBuffer};
-use blkyard_mq::{Batch, Done, Driver, Op, RegionTable, Shortage, Status};
+use blkyard_mq::{Batch, Done, Driver, ErrorCode, Op, RegionTable, Shortage, Status};
 use blkyard_nvme::{NvmeNamespace, NvmeStatus, Retries, RetryDelays, Sqe};
 use blkyard_os::{NvmeCharData, NvmeCharQueue, Ring};
 
@@ -24,6 +24,8 @@ pub(super) struct NvmeCharDriver {
 enum CommandEnd {
     /// A status, which decides whether the command is submitted again.
     Status(NvmeStatus),
+    /// The kernel cancelled the command, or could not start it: it is submitted again for a bounded time.
+    Cancelled(ErrorCode),
     /// The kernel refused the command.
     Refused(Status),
 }
@@ -32,9 +34,18 @@ impl CommandEnd {
     fn of(result: Result<u16, i32>) -> CommandEnd {
         // Numbers as on every Linux architecture we build for (asm-generic/errno.h).
         match result {
-            Ok(status) => CommandEnd::Status(NvmeStatus(status)),
-            // EINTR, EAGAIN, ENOMEM, EBUSY: cancelled by a reset of the controller, or not submitted.
-            Err(4 | 11 | 12 | 16) => CommandEnd::Status(NvmeStatus::HOST_ABORTED),
+            Ok(status) => match NvmeStatus(status).without_flags() {
+                // Statuses of the kernel's driver: cancelled, or its controller was not live.
+                NvmeStatus::HOST_ABORTED | NvmeStatus::HOST_PATH_ERROR => {
+                    CommandEnd::Cancelled(ErrorCode::Nvme(status))
+                }
+                _ => CommandEnd::Status(NvmeStatus(status)),
+            },
+            // EINTR, EAGAIN, ENOMEM, EBUSY: cancelled by a reset of the controller, or not submitted. EIO: its queue was
+            // not enabled. EFAULT: a worker thread of the kernel, which starts commands that wait for the end of a
+            // reset, did not find their memory. It is mapped: Linux 6.12 with X32 may take such a worker for a thread
+            // of 32 bits, and then cuts its addresses off.
+            Err(errno @ (4 | 5 | 11 | 12 | 14 | 16)) => CommandEnd::Cancelled(ErrorCode::Errno(errno)),
             // ENXIO, ENODEV, ESHUTDOWN: the namespace was removed.
             Err(6 | 19 | 108) => CommandEnd::Refused(Status::Offline),
             Err(errno) => CommandEnd::Refused(Status::from_errno(errno)),
@@ -101,10 +112,11 @@ impl Driver<Ring> for NvmeCharDriver {
             }
             match CommandEnd::of(result) {
                 CommandEnd::Status(status) => retries.finish(tag, status, done, now_ns),
+                CommandEnd::Cancelled(code) => retries.finish_cancelled(tag, code, done, now_ns),
                 CommandEnd::Refused(status) => {
                     retries.forget(&tag);
                     if let Err(errno) = result {
-                        done.note_errno(tag.index(), errno);
+                        done.note_code(tag.index(), ErrorCode::Errno(errno));
                     }
                     done.complete(tag, status);
                 }
@@ -152,8 +164,11 @@ mod tests {
         for errno in [Errno::NODEV, Errno::NXIO] {
             assert_eq!(refused(errno), CommandEnd::Refused(Status::Offline), "a namespace that was removed");
         }
-        for errno in [Errno::INTR, Errno::AGAIN] {
-            assert_eq!(refused(errno), CommandEnd::Status(NvmeStatus::HOST_ABORTED), "submitted again");
+        for errno in [Errno::INTR, Errno::AGAIN, Errno::IO, Errno::FAULT] {
+            assert_eq!(refused(errno), CommandEnd::Cancelled(ErrorCode::Errno(errno.raw_os_error())), "not counted");
+        }
+        for status in [0x370, 0x371] {
+            assert_eq!(CommandEnd::of(Ok(status)), CommandEnd::Cancelled(ErrorCode::Nvme(status)), "of the kernel");
         }
         assert_eq!(refused(Errno::ACCESS), CommandEnd::Refused(Status::Io));
         assert_eq!(refused(Errno::OPNOTSUPP), CommandEnd::Refused(Status::NotSupported));
