@@ -18,6 +18,7 @@ mod answers;
 mod ending;
 mod error;
 mod io_errors;
+mod ports;
 mod qemu;
 mod receiver;
 mod threads;

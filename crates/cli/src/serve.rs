@@ -16,7 +16,7 @@ use blkyard::spec::{Spec, SpecError, number, show_size};
 use blkyard::tracker::take_device_tracker;
 use blkyard::{Connector, Device, DeviceError};
 use blkyard_export::{
-    Acceptor, BackendConfig, BoundSocket, ControlLoop, ExportConfig, FrontEndSession, NvmeDisk, NvmeTcpDisk,
+    Acceptor, BackendConfig, BoundSocket, ControlLoop, ExportConfig, FrontEndSession, NvmeDisk, NvmeTcpAna,
     NvmeTcpExport, NvmeTcpServer, NvmeTcpSession, SEG_MAX, Server, Taking, VfioUserExport, VfioUserSession,
     VhostUserSession,
 };
@@ -35,11 +35,12 @@ use crate::ending::{Parts, StopToken, supervise};
 use crate::io_errors::{ErrorLog, tell_rest};
 use crate::log::{self, LogFormat, say};
 use crate::plan::{Plan, Settings, Word, from_file, from_words, unserved};
+use crate::ports::SubsystemPorts;
 use crate::qemu::{self, QemuDisk};
 use crate::receiver::ReceiverProcess;
 use crate::takeover::{self, InheritedState};
 use crate::threads;
-use crate::wanted::{Wanted, WantedTarget, add_namespace, check_is_namespace, want};
+use crate::wanted::{Wanted, add_namespace, check_is_namespace, want};
 use crate::watch::Watch;
 
 pub use crate::error::ServeError;
@@ -196,6 +197,8 @@ struct ReadyExport {
     serial: SerialId,
     rate: Arc<RateSlot>,
     devices: Vec<ExportedDevice>,
+    /// Set for NVMe/TCP.
+    ana: Option<Arc<NvmeTcpAna>>,
     /// State inherited from another daemon.
     inherited: Option<Inherited>,
 }
@@ -348,11 +351,12 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
     })?;
     let lanes = Arc::new(lanes);
     let mut exports = Vec::new();
+    let mut ports = SubsystemPorts::new(&wanted)?;
     let devices: Vec<_> = devices.into_iter().map(Arc::new).collect();
     for want in wanted {
         let lane_of = lanes.seen(exports.len()).lanes;
         let left = inherited.as_mut().and_then(|inherited| inherited.exports.pop_front());
-        let export = bind(&devices, want, left, (&lanes, exports.len()), &tracked)?;
+        let export = bind(&devices, want, left, (&lanes, exports.len()), &mut ports, &tracked)?;
         exports.push((export, lane_of));
     }
     introduce(&devices, &exports, count);
@@ -367,7 +371,7 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
         let queues = export.queues.clone();
         let (name, serial) = (export.name.clone(), export.serial);
         let (of, depth_max) = (export.devices.clone(), depth_of_all(&served_by(&export.devices, &devices)));
-        let rate = Arc::clone(&export.rate);
+        let (rate, ana) = (Arc::clone(&export.rate), export.ana.clone());
         let start = export.start(&exports_control)?;
         served.push(ServedExport {
             name,
@@ -375,6 +379,7 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
             front_end: start.front_end(),
             serial,
             rate,
+            ana,
             queues: Mutex::new(queues),
             depth_max,
         });
@@ -648,6 +653,7 @@ fn bind(
     want: Wanted,
     left: Option<ClientState>,
     (lanes, export): (&Arc<ServedLanes>, usize),
+    ports: &mut SubsystemPorts,
     tracked: &impl Fn(BoundSocket) -> std::io::Result<Arc<BoundSocket>>,
 ) -> Result<ReadyExport, ServeError> {
     let served = served_by(&want.devices, devices);
@@ -682,6 +688,7 @@ fn bind(
         let of = want.devices.iter().zip(&infos);
         of.map(|(of, info)| (of.nsid.unwrap_or(1), DeviceInfo::clone(info))).collect::<Vec<_>>()
     };
+    let mut ana = None;
     let config = match remotes {
         ClientRemotes::VhostUser(remotes) => {
             let info = &infos[0];
@@ -689,15 +696,10 @@ fn bind(
             ByProtocol::VhostUser(BackendConfig { name: name.clone(), disk, queues: remotes, domains })
         }
         ClientRemotes::NvmeTcp(remotes) => {
-            let Some(WantedTarget { address, nqn, hosts, referrals }) = want.target else {
-                unreachable!("a target has an address")
-            };
-            let disk = NvmeTcpDisk::new(nqn, namespaces(), queues as u16, want.serial.to_string());
-            let disk = hosts.map_or_else(|| disk.clone(), |hosts| disk.clone().with_hosts(hosts));
-            let disk = disk.with_referrals(referrals);
-            let listener = TcpListener::bind(address).map_err(|source| {
-                SpecError::new(&name, format!("{address}: {source}"), "name an address of this machine and a free port")
-            })?;
+            let Some(target) = want.target else { unreachable!("a target has an address") };
+            let serial = want.serial.to_string();
+            let (disk, states, listener) = ports.bind(&name, target, namespaces(), queues as u16, serial)?;
+            ana = Some(states);
             let config = NvmeTcpExport { name: name.clone(), disk, queues: remotes, domains };
             ByProtocol::NvmeTcp((config, listener))
         }
@@ -712,7 +714,7 @@ fn bind(
         }
     };
     let (serial, devices) = (want.serial, want.devices);
-    Ok(ReadyExport { name, socket, config, queues: watches, serial, rate, devices, inherited })
+    Ok(ReadyExport { name, socket, config, queues: watches, serial, rate, devices, ana, inherited })
 }
 
 /// How each lane is made.

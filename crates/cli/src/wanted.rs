@@ -1,5 +1,6 @@
 //! The exports that a user asks for, checked: options, queues, and the namespaces of controllers.
 
+use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 
@@ -8,7 +9,7 @@ use blkyard::spec::{Spec, SpecError};
 use blkyard_export::{NvmeDoorbells, NvmePciId, NvmeTcpDisk, QUEUES_MAX, SocketConfig};
 use blkyard_mq::DeviceInfo;
 use blkyard_nvme::fabrics::Nqn;
-use blkyard_nvme::{NamespaceTable, ServedNamespace};
+use blkyard_nvme::{AnaGroups, AnaState, NamespaceTable, ServedNamespace};
 use blkyard_os::cpu_places;
 use blkyard_virtio::SerialId;
 
@@ -38,10 +39,19 @@ pub(crate) struct WantedTarget {
     pub(crate) hosts: Option<Vec<Nqn>>,
     /// Other discovery services.
     pub(crate) referrals: Vec<SocketAddr>,
+    /// The first controller identifier, if it is given.
+    pub(crate) first_controller: Option<u16>,
+    /// ANA group of each namespace, by number of its device in the export.
+    pub(crate) groups: Vec<u32>,
+    /// States of groups that are given.
+    pub(crate) states: BTreeMap<u32, AnaState>,
 }
 
 /// I/O queues of an NVMe/TCP export if none are given: those of several hosts with as many CPUs as a small server has.
 const TARGET_QUEUES: usize = 32;
+/// Words for errors.
+const NQNS: &str = "NQNs, such as nqn.2014-08.org.nvmexpress:uuid:...";
+pub(crate) const ANA_STATES: &str = "optimized, non-optimized, inaccessible, persistent-loss or change";
 /// Port of an NVMe/TCP export if none is given.
 const TARGET_PORT: u16 = 4420;
 
@@ -67,8 +77,12 @@ pub(crate) fn add_namespace(
     let nsid = take_nsid(&mut spec)?;
     let name = spec.name.clone();
     let cure = "write them at the first export with this socket";
-    spec.finish()
-        .map_err(|_| SpecError::new(&name, "another namespace has no options other than namespace=N", cure))?;
+    let mut cause = "another namespace has no options other than namespace=N";
+    if let Some(target) = &mut want.target {
+        take_ana(&mut spec, target)?;
+        cause = "another namespace has no options other than namespace=N, ana_group=N and ana_state";
+    }
+    spec.finish().map_err(|_| SpecError::new(&name, cause, cure))?;
     if want.share.serves(device.number) {
         let cause = "this device is a namespace of this controller already";
         return Err(SpecError::new(name, cause, "name another device, or another socket"));
@@ -89,6 +103,19 @@ fn take_nsid(spec: &mut Spec) -> Result<Option<u32>, SpecError> {
     Ok(nsid.map(|nsid| nsid as u32))
 }
 
+/// ANA group of one more namespace, and the state of that group.
+fn take_ana(spec: &mut Spec, target: &mut WantedTarget) -> Result<(), SpecError> {
+    let group = spec.take_number("ana_group", 1, AnaGroups::GROUPS_MAX.into())?.map_or(1, |group| group as u32);
+    target.groups.push(group);
+    if let Some(state) = spec.take_with("ana_state", ANA_STATES, AnaState::from_name)?
+        && let Some(known) = target.states.insert(group, state).filter(|known| *known != state)
+    {
+        let cause = format!("ana_state={} of group {group}, which is to be {}", state.name(), known.name());
+        return Err(SpecError::new(&spec.name, cause, "name it once for each group"));
+    }
+    Ok(())
+}
+
 /// Checks the export of this number, of this device.
 pub(crate) fn want(mut spec: Spec, number: usize, device: ShareDevice) -> Result<Wanted, ServeError> {
     let protocol = Protocol::of_scheme(&spec.scheme).ok_or_else(|| {
@@ -102,12 +129,15 @@ pub(crate) fn want(mut spec: Spec, number: usize, device: ShareDevice) -> Result
         queues.min(usize::from(QUEUES_MAX)).min(device.queues)
     };
     let queues = queues.map_or_else(usual, |queues| queues as usize);
-    let serial = spec.take("serial").unwrap_or_else(|| format!("blkyard-{number}"));
+    let nqn = if is_target { spec.take_with("nqn", NQNS, Nqn::new)? } else { None };
+    // All ports of a subsystem have the same one.
+    let usual = || nqn.as_ref().map_or_else(|| format!("blkyard-{number}"), NvmeTcpDisk::default_serial);
+    let serial = spec.take("serial").unwrap_or_else(usual);
     let serial = SerialId::new(&serial)
         .map_err(|error| SpecError::new(&spec.name, error, "give up to 20 printable ASCII characters"))?;
     let (mut mode, mut group, mut target) = (None, None, None);
     if is_target {
-        target = Some(want_target(&mut spec, &serial.to_string())?);
+        target = Some(want_target(&mut spec, nqn, &serial.to_string())?);
     } else {
         mode = spec.take_with(MODE_KEY, MODE_WANTED, parse_mode)?;
         group = spec.take("group").map(|name| group_number(&spec.name, &name)).transpose()?;
@@ -141,7 +171,7 @@ pub(crate) fn want(mut spec: Spec, number: usize, device: ShareDevice) -> Result
 }
 
 /// Options of an NVMe/TCP export.
-fn want_target(spec: &mut Spec, serial: &str) -> Result<WantedTarget, SpecError> {
+fn want_target(spec: &mut Spec, nqn: Option<Nqn>, serial: &str) -> Result<WantedTarget, SpecError> {
     let address = parse_target(spec)?;
     let is_remote = spec.take_switch("remote")?.unwrap_or(false);
     if !address.ip().is_loopback() && !is_remote {
@@ -149,15 +179,24 @@ fn want_target(spec: &mut Spec, serial: &str) -> Result<WantedTarget, SpecError>
         return Err(SpecError::new(&spec.name, cause, "add ?remote=on on a network that you trust, or use 127.0.0.1"));
     }
     let names = |text: &str| text.split(',').map(|name| Nqn::new(name.trim())).collect::<Option<Vec<_>>>();
-    let wanted = "NQNs, such as nqn.2014-08.org.nvmexpress:uuid:...";
-    let nqn = spec.take_with("nqn", wanted, Nqn::new)?;
     let machine = || rustix::system::uname().nodename().to_string_lossy().into_owned();
     let nqn = nqn.unwrap_or_else(|| NvmeTcpDisk::default_nqn(&machine(), serial));
-    let hosts = spec.take_with("hosts", wanted, names)?;
+    let hosts = spec.take_with("hosts", NQNS, names)?;
     let referrals = spec.take_with("referrals", "addresses with ports, such as 127.0.0.1:8009", |text| {
         text.split(',').map(|address| address.trim().parse().ok()).collect::<Option<Vec<SocketAddr>>>()
     })?;
-    Ok(WantedTarget { address, nqn, hosts, referrals: referrals.unwrap_or_default() })
+    let first_controller = spec.take_number("controller_ids", 1, NvmeTcpDisk::FIRST_CONTROLLER_MAX.into())?;
+    let mut target = WantedTarget {
+        address,
+        nqn,
+        hosts,
+        referrals: referrals.unwrap_or_default(),
+        first_controller: first_controller.map(|first| first as u16),
+        groups: Vec::new(),
+        states: BTreeMap::new(),
+    };
+    take_ana(spec, &mut target)?;
+    Ok(target)
 }
 
 /// The address of an NVMe/TCP export: loopback if it is left out.

@@ -1,6 +1,11 @@
-//! Asymmetric namespace access: the log page (0Ch), host side.
+//! Asymmetric namespace access: the log page (0Ch) as a host reads it, and the groups of a port of a target.
 //!
 //! A target's log is checked: groups beyond the bound of identify data, or a length beyond the page, end it.
+
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicU8, AtomicU64};
+
+use crate::{NamespaceTable, NvmeStatus};
 
 /// Identifier of the log page.
 pub const ANA_LOG: u8 = 0x0c;
@@ -25,15 +30,54 @@ pub enum AnaState {
 }
 
 impl AnaState {
+    /// All states.
+    pub const ALL: [AnaState; 5] = [
+        AnaState::Optimized,
+        AnaState::NonOptimized,
+        AnaState::Inaccessible,
+        AnaState::PersistentLoss,
+        AnaState::Change,
+    ];
+
+    /// Its code.
+    pub const fn code(self) -> u8 {
+        match self {
+            AnaState::Optimized => 1,
+            AnaState::NonOptimized => 2,
+            AnaState::Inaccessible => 3,
+            AnaState::PersistentLoss => 4,
+            AnaState::Change => 0xf,
+        }
+    }
+
     /// From its code; `None` for an undefined one.
     pub fn from_code(code: u8) -> Option<AnaState> {
-        match code {
-            1 => Some(AnaState::Optimized),
-            2 => Some(AnaState::NonOptimized),
-            3 => Some(AnaState::Inaccessible),
-            4 => Some(AnaState::PersistentLoss),
-            0xf => Some(AnaState::Change),
-            _ => None,
+        AnaState::ALL.into_iter().find(|state| state.code() == code)
+    }
+
+    /// Its name, as Linux writes it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            AnaState::Optimized => "optimized",
+            AnaState::NonOptimized => "non-optimized",
+            AnaState::Inaccessible => "inaccessible",
+            AnaState::PersistentLoss => "persistent-loss",
+            AnaState::Change => "change",
+        }
+    }
+
+    /// From its name.
+    pub fn from_name(name: &str) -> Option<AnaState> {
+        AnaState::ALL.into_iter().find(|state| state.name() == name)
+    }
+
+    /// Status of I/O at a controller in this state. A host may try it by another path.
+    fn status(self) -> NvmeStatus {
+        match self {
+            AnaState::Optimized | AnaState::NonOptimized => NvmeStatus::SUCCESS,
+            AnaState::Inaccessible => NvmeStatus::ANA_INACCESSIBLE,
+            AnaState::PersistentLoss => NvmeStatus::ANA_LOSS,
+            AnaState::Change => NvmeStatus::ANA_TRANSITION,
         }
     }
 
@@ -99,6 +143,99 @@ impl AnaLog {
     }
 }
 
+/// States of the groups at one port of a target.
+///
+/// Shared by whoever changes them, the controllers of the port, and their I/O queues: a change holds for the next
+/// command, without stopping a queue. Commands that have begun complete as they would have.
+#[derive(Debug)]
+pub struct AnaGroups {
+    /// Codes of the states. Group 1 is the first one.
+    states: [AtomicU8; AnaGroups::GROUPS_MAX as usize],
+    /// Changes of each group.
+    changes: [AtomicU64; AnaGroups::GROUPS_MAX as usize],
+    /// Changes of all groups.
+    all_changes: AtomicU64,
+}
+
+impl Default for AnaGroups {
+    fn default() -> AnaGroups {
+        AnaGroups {
+            states: [const { AtomicU8::new(AnaState::Optimized.code()) }; AnaGroups::GROUPS_MAX as usize],
+            changes: [const { AtomicU64::new(0) }; AnaGroups::GROUPS_MAX as usize],
+            all_changes: AtomicU64::new(0),
+        }
+    }
+}
+
+impl AnaGroups {
+    /// Maximum groups, and maximum identifier of a group (ANAGRPMAX): those of Linux's target.
+    pub const GROUPS_MAX: u32 = 128;
+    /// Maximum duration of the state "change" (ANATT), s. Linux resets a controller that is in it twice as long.
+    pub const TRANSITION_S: u8 = 30;
+
+    /// State of a group.
+    ///
+    /// # Panics
+    /// If there is no such group.
+    #[inline]
+    pub fn state(&self, group: u32) -> AnaState {
+        let code = self.states[group as usize - 1].load(Relaxed);
+        AnaState::from_code(code).unwrap_or(AnaState::Inaccessible)
+    }
+
+    /// Sets the state of a group. Returns whether it is another one.
+    ///
+    /// # Panics
+    /// If there is no such group.
+    pub fn set(&self, group: u32, state: AnaState) -> bool {
+        let place = group as usize - 1;
+        let is_changed = self.states[place].swap(state.code(), Relaxed) != state.code();
+        if is_changed {
+            self.changes[place].fetch_add(1, Relaxed);
+            self.all_changes.fetch_add(1, Relaxed);
+        }
+        is_changed
+    }
+
+    /// Whether I/O of a group is accepted.
+    #[inline]
+    pub(crate) fn check(&self, group: u32) -> Result<(), NvmeStatus> {
+        // The common states are the two smallest codes.
+        if self.states[group as usize - 1].load(Relaxed) <= AnaState::NonOptimized.code() {
+            return Ok(());
+        }
+        match self.state(group).status() {
+            NvmeStatus::SUCCESS => Ok(()),
+            status => Err(status),
+        }
+    }
+
+    /// The log page: the groups that have namespaces, ascending, with or without the identifiers of these.
+    pub(crate) fn page(&self, table: &NamespaceTable, is_groups_only: bool) -> Vec<u8> {
+        let mut page = vec![0; HEADER_BYTES];
+        page[..8].copy_from_slice(&self.all_changes.load(Relaxed).to_le_bytes());
+        let mut count: u16 = 0;
+        for group in 1..=AnaGroups::GROUPS_MAX {
+            let of_group = table.iter().filter(|namespace| namespace.ana_group == group);
+            let namespaces: Vec<_> = of_group.map(|namespace| namespace.format.nsid).collect();
+            if namespaces.is_empty() {
+                continue;
+            }
+            count += 1;
+            let mut entry = [0; GROUP_BYTES];
+            let listed = if is_groups_only { &[][..] } else { &namespaces };
+            entry[..4].copy_from_slice(&group.to_le_bytes());
+            entry[4..8].copy_from_slice(&(listed.len() as u32).to_le_bytes());
+            entry[8..16].copy_from_slice(&self.changes[group as usize - 1].load(Relaxed).to_le_bytes());
+            entry[16] = self.state(group).code();
+            page.extend(entry);
+            page.extend(listed.iter().flat_map(|nsid| nsid.to_le_bytes()));
+        }
+        page[8..10].copy_from_slice(&count.to_le_bytes());
+        page
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -136,5 +273,41 @@ mod tests {
             bytes[at] = byte;
             assert_eq!(AnaLog::parse(&bytes), None, "{at}");
         }
+    }
+
+    #[test]
+    fn page_of_a_target_is_read_by_a_host() {
+        let mut table = NamespaceTable::new(9);
+        for (nsid, group) in [(1, 2), (4, 1), (9, 2)] {
+            let info = blkyard_mq::DeviceInfo { capacity_sectors: 8, ..Default::default() };
+            let served = crate::ServedNamespace::new(nsid, 0, &info).unwrap();
+            table.set(nsid, Some(crate::ServedNamespace { ana_group: group, ..served }));
+        }
+        let groups = AnaGroups::default();
+        assert!(groups.set(2, AnaState::Inaccessible) && !groups.set(2, AnaState::Inaccessible));
+        assert!(groups.set(128, AnaState::Change), "a group without namespaces is not in the log");
+        let group = |id, state, namespaces| AnaGroup { id, state, namespaces };
+        let want = vec![group(1, AnaState::Optimized, vec![4]), group(2, AnaState::Inaccessible, vec![1, 9])];
+        let page = groups.page(&table, false);
+        assert_eq!(AnaLog::parse(&page), Some(AnaLog { change_count: 2, groups: want }));
+        assert_eq!((page[16 + 8], page[16 + 32 + 4 + 8]), (0, 1), "changes of each group");
+        assert!(page.len() as u64 <= AnaLog::bytes_max(2, 3));
+        let only = AnaLog::parse(&groups.page(&table, true)).unwrap();
+        assert!(only.groups.len() == 2 && only.groups.iter().all(|group| group.namespaces.is_empty()));
+    }
+
+    #[test]
+    fn each_state_has_its_status() {
+        let groups = AnaGroups::default();
+        let status = |state| {
+            groups.set(3, state);
+            groups.check(3)
+        };
+        assert_eq!([AnaState::Optimized, AnaState::NonOptimized].map(status), [Ok(()), Ok(())]);
+        assert_eq!(status(AnaState::Inaccessible), Err(NvmeStatus(0x302)));
+        assert_eq!(status(AnaState::PersistentLoss), Err(NvmeStatus(0x301)));
+        assert_eq!(status(AnaState::Change), Err(NvmeStatus(0x303)));
+        assert_eq!(groups.check(4), Ok(()), "of another group");
+        assert!(AnaState::ALL.iter().all(|state| AnaState::from_name(state.name()) == Some(*state)));
     }
 }

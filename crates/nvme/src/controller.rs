@@ -364,6 +364,13 @@ impl Controller {
         }
     }
 
+    /// Notifies the host that a group of namespaces has another ANA state.
+    pub fn ana_changed(&mut self) {
+        if self.namespaces.ana().is_some() {
+            self.events.push(ControllerEvent::AnaChanged, self.features.async_events);
+        }
+    }
+
     /// The memory accessible to the controller.
     pub fn memory(&self) -> &ControllerMemory {
         &self.memory

@@ -46,7 +46,7 @@ mod subsystem;
 pub mod tcp;
 mod walk;
 
-pub use ana::{ANA_LOG, AnaGroup, AnaLog, AnaState};
+pub use ana::{ANA_LOG, AnaGroup, AnaGroups, AnaLog, AnaState};
 pub use controller::{
     AdminCompletion, ConnectedQueue, Controller, ControllerIoQueue, ControllerMemory, ControllerOptions,
     ControllerQueueCommand, ControllerQueuePair, ControllerQueueReply, ControllerRequest, ControllerRings,

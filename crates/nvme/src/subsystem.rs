@@ -164,6 +164,11 @@ impl FabricsSubsystem {
         }
     }
 
+    /// Notifies all hosts that a group of namespaces has another ANA state.
+    pub fn ana_changed(&mut self) {
+        self.associations.values_mut().for_each(|association| association.controller.ana_changed());
+    }
+
     /// Handles a Connect. The first invalid field determines the status.
     ///
     /// # Errors

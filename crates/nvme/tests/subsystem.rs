@@ -4,15 +4,17 @@
 #[path = "common/machine.rs"]
 mod machine;
 
+use std::sync::Arc;
+
 use blkyard_nvme::fabrics::{
     ANY_CONTROLLER, CONNECT_BYTES, ConnectCommand, ConnectData, DISCOVERY_NQN, Nqn, PropertySize, fabrics_status,
 };
 use blkyard_nvme::registers::{CAP, CC, CRTO, CSTS, ControllerConfig, VS};
 use blkyard_nvme::{
-    AdminCompletion, ConnectRefusal, Connected, Controller, ControllerOptions, ControllerQueueCommand,
-    ControllerQueueReply, ControllerRequest, DISCOVERY_LOG, DiscoveryEntry, DiscoveryHeader, DiscoveryKind,
-    DiscoveryLog, FabricsOptions, FabricsSubsystem, IDENTIFY_BYTES, IdentifyController, IdentifyNamespace,
-    NamespaceTable, NvmeStatus, Psdt, Sqe, SubsystemOptions, admin, cns, feature,
+    ANA_LOG, AdminCompletion, AnaGroup, AnaGroups, AnaLog, AnaState, ConnectRefusal, Connected, Controller,
+    ControllerOptions, ControllerQueueCommand, ControllerQueueReply, ControllerRequest, DISCOVERY_LOG, DiscoveryEntry,
+    DiscoveryHeader, DiscoveryKind, DiscoveryLog, FabricsOptions, FabricsSubsystem, IDENTIFY_BYTES, IdentifyController,
+    IdentifyNamespace, NamespaceTable, NvmeStatus, Psdt, ServedNamespace, Sqe, SubsystemOptions, admin, cns, feature,
 };
 
 const FIRST_ID: u16 = 2001;
@@ -335,4 +337,63 @@ fn reset_waits_for_each_queue() {
     // A queue whose connection is closed can be connected again.
     target.association(id).unwrap().controller.reply(1, ControllerQueueReply::Stopped);
     assert!(matches!(target.connect(&command(1, 31), &data(SUBSYSTEM, HOST, id), 0), Ok(Connected::Io(..))));
+}
+
+#[test]
+fn controllers_report_ana_groups_and_their_changes() {
+    let groups = Arc::new(AnaGroups::default());
+    let mut table = NamespaceTable::new(8);
+    for (nsid, ana_group) in [(1, 7), (2, 5), (4, 7)] {
+        let served = machine::namespaces().find(nsid).unwrap().clone();
+        table.set(nsid, Some(ServedNamespace { ana_group, ..served }));
+    }
+    let mut target = subsystem(None);
+    target.set_namespaces(&table.with_ana(Arc::clone(&groups)));
+    let id = admin_id(connect(&mut target, HOST, ANY_CONTROLLER));
+    let controller = &mut target.association(id).unwrap().controller;
+    enable(controller);
+    let identify = |controller: &mut Controller, what, nsid| -> [u8; IDENTIFY_BYTES] {
+        run(controller, Sqe::identify(what, nsid, 0, 0), IDENTIFY_BYTES).data.try_into().unwrap()
+    };
+    let found = IdentifyController::parse(&identify(controller, cns::CONTROLLER, 0));
+    assert_eq!((found.multipath, found.async_events), (0b1011, 1 << 8 | 1 << 11));
+    assert_eq!((found.ana, found.ana_group_max, found.ana_groups), (0x5f, 128, 128));
+    assert!(found.ana_transition_s > 0);
+    let namespace = IdentifyNamespace::parse(&identify(controller, cns::NAMESPACE, 4));
+    assert_eq!((namespace.ana_group, namespace.sharing), (7, 1));
+    let independent = identify(controller, cns::INDEPENDENT_NAMESPACE, 2);
+    assert_eq!((independent[1], &independent[4..8]), (1, &[5, 0, 0, 0][..]));
+    let pages = run(controller, Sqe::get_log_page(0, 0, 0, 256, 0), 1024);
+    assert_eq!(pages.data[usize::from(ANA_LOG) * 4], 1);
+
+    let log = |controller: &mut Controller| {
+        let answer = run(controller, Sqe::get_log_page(ANA_LOG, 0, 0, 64, 0), 256);
+        AnaLog::parse(&answer.data).unwrap()
+    };
+    let group = |id, state, namespaces| AnaGroup { id, state, namespaces };
+    let before = vec![group(5, AnaState::Optimized, vec![2]), group(7, AnaState::Optimized, vec![1, 4])];
+    assert_eq!(log(controller), AnaLog { change_count: 0, groups: before });
+
+    // Changes are told to hosts that asked for that, one event until the page is read.
+    groups.set(7, AnaState::Inaccessible);
+    target.ana_changed();
+    let controller = &mut target.association(id).unwrap().controller;
+    controller.submit(10, &Sqe::new(admin::ASYNC_EVENT, 0).with_cid(100), Vec::new(), 0, 0);
+    controller.submit(11, &Sqe::new(admin::ASYNC_EVENT, 0).with_cid(101), Vec::new(), 0, 0);
+    controller.poll(0);
+    assert_eq!(controller.take_completion(), None, "the notice is not enabled");
+    let enabled = Sqe::feature(admin::SET_FEATURES, feature::ASYNC_EVENTS, 1 << 11);
+    assert!(run(controller, enabled, 0).status.is_success());
+    for state in [AnaState::Change, AnaState::NonOptimized] {
+        groups.set(7, state);
+        target.ana_changed();
+        target.association(id).unwrap().controller.poll(0);
+    }
+    let controller = &mut target.association(id).unwrap().controller;
+    let event = controller.take_completion().unwrap();
+    assert_eq!((event.slot, event.result), (10, 2 | 3 << 8 | u64::from(ANA_LOG) << 16));
+    controller.poll(0);
+    assert_eq!(controller.take_completion(), None);
+    let after = vec![group(5, AnaState::Optimized, vec![2]), group(7, AnaState::NonOptimized, vec![1, 4])];
+    assert_eq!(log(controller), AnaLog { change_count: 3, groups: after });
 }

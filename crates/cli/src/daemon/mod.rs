@@ -20,6 +20,7 @@ use std::time::Instant;
 use blkyard::Device;
 use blkyard::rate::RateSlot;
 use blkyard::spec::Spec;
+use blkyard_export::NvmeTcpAna;
 use blkyard_mq::{DeviceInfo, RateConfig, RateLimit, SchedulerConfig};
 use blkyard_virtio::SerialId;
 
@@ -128,6 +129,8 @@ pub struct ServedExport {
     pub serial: SerialId,
     /// Rate limit of its queues together.
     pub rate: Arc<RateSlot>,
+    /// ANA groups of an NVMe/TCP export.
+    pub ana: Option<Arc<NvmeTcpAna>>,
     /// Each queue. There may come more.
     pub queues: Mutex<Vec<ClientWatch>>,
     /// Requests in flight that each queue was made for.

@@ -14,11 +14,12 @@ use blkyard_mq::{
     HwQueueConfig, NamespaceSnapshot, Op, OpClass, QueueLimits, RequestSnapshot, RequestState, SchedulerSnapshot,
     StatsSnapshot,
 };
+use blkyard_nvme::AnaGroup;
 use blkyard_os::{LaneConfig, LaneThread};
 
 use super::tree::{
-    DaemonNode, DeviceNode, ExportNode, HostNode, LaneNode, LatencyNode, NamespaceNode, NodeLatency, OpNode, PathNode,
-    QueueNode, QueueNow, RequestNode, SCHEMA, SchedulerNode, SessionNode, SessionWait, TagsNode, TargetNode,
+    AnaNode, DaemonNode, DeviceNode, ExportNode, HostNode, LaneNode, LatencyNode, NamespaceNode, NodeLatency, OpNode,
+    PathNode, QueueNode, QueueNow, RequestNode, SCHEMA, SchedulerNode, SessionNode, SessionWait, TagsNode, TargetNode,
     TrackerNode, Tree, WindowLatency,
 };
 use crate::daemon::{
@@ -196,6 +197,7 @@ fn export_node(
             target: Some(TargetNode {
                 address: session.address.map(|address| address.to_string()).unwrap_or_default(),
                 nqn: session.nqn,
+                ana: session.ana.into_iter().map(ana_node).collect(),
                 hosts: session.hosts.into_iter().map(|(controller, nqn)| HostNode { controller, nqn }).collect(),
             }),
         },
@@ -211,6 +213,10 @@ fn export_node(
         session,
         queues,
     }
+}
+
+fn ana_node(group: AnaGroup) -> AnaNode {
+    AnaNode { group: group.id, state: group.state.name().to_owned(), namespaces: group.namespaces }
 }
 
 fn queue_node(number: usize, queue: &ClientWatch, lane: usize, now: Option<QueueNow>) -> QueueNode {

@@ -6,8 +6,8 @@ use std::fmt::Write;
 use blkyard::spec::show_size;
 
 use super::tree::{
-    DeviceNode, ExportNode, LaneNode, LatencyNode, OpNode, PathNode, QueueNode, QueueNow, RequestNode, SchedulerNode,
-    SessionNode, SessionWait, TrackerNode, Tree, WindowLatency,
+    AnaNode, DeviceNode, ExportNode, LaneNode, LatencyNode, OpNode, PathNode, QueueNode, QueueNow, RequestNode,
+    SchedulerNode, SessionNode, SessionWait, TrackerNode, Tree, WindowLatency,
 };
 
 /// The tree, with the daemon itself or without.
@@ -141,6 +141,10 @@ fn export(out: &mut String, node: &ExportNode) {
         Some(SessionNode { target: Some(target), io_queues, .. }) => {
             let queues = io_queues.unwrap_or_default();
             line(out, 1, &format!("{} at {}; I/O queues connected: {queues}", target.nqn, target.address));
+            for AnaNode { group, state, namespaces } in &target.ana {
+                let numbers: Vec<_> = namespaces.iter().map(ToString::to_string).collect();
+                line(out, 1, &format!("ANA group {group} is {state}; namespaces {}", numbers.join(", ")));
+            }
             for host in &target.hosts {
                 line(out, 1, &format!("controller {}: host {}", host.controller, host.nqn));
             }

@@ -197,8 +197,22 @@ pub struct TargetNode {
     pub address: String,
     /// Its NQN.
     pub nqn: String,
+    /// State of each ANA group.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub ana: Vec<AnaNode>,
     /// The connected hosts.
     pub hosts: Vec<HostNode>,
+}
+
+/// An ANA group of an NVMe/TCP export.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct AnaNode {
+    /// Its number.
+    pub group: u32,
+    /// Its state at this port.
+    pub state: String,
+    /// Its namespaces.
+    pub namespaces: Vec<u32>,
 }
 
 /// A host of an NVMe/TCP export.

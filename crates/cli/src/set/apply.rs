@@ -18,6 +18,7 @@ use blkyard::tracker::{take_tracker, tracker_options};
 use blkyard_export::{Changed, QUEUES_MAX};
 use blkyard_mpath::PolicyKind;
 use blkyard_mq::{DeviceInfo, IdlePolicy, SECTOR_SHIFT};
+use blkyard_nvme::{AnaGroups, AnaState};
 use blkyard_os::Moves;
 
 use super::size::Resize;
@@ -26,6 +27,7 @@ use crate::daemon::{
     ClientRemotes, Daemon, LANES_MAX, QueueMaker, ServedDevice, ServedExport, ServedLanes, usual_tracker,
 };
 use crate::inspect::show_time;
+use crate::wanted::ANA_STATES;
 
 /// Time limit of exports for a change. Requests in flight complete first, so it takes as long as the slowest.
 const CHANGE_TIME: Duration = Duration::from_secs(20);
@@ -323,11 +325,34 @@ fn wait_until<T>(until: Instant, asked: &Receiver<Result<T, String>>) -> Result<
     Err(Unchanged { why, is_pending })
 }
 
+/// The ANA groups whose state is to change, and that state.
+fn take_ana(keys: &mut Spec, export: &ServedExport) -> Result<Option<(Vec<u32>, AnaState)>, SpecError> {
+    let state = keys.take_with("ana_state", ANA_STATES, AnaState::from_name)?;
+    let group = keys.take_number("ana_group", 1, AnaGroups::GROUPS_MAX.into())?;
+    let no = |cause: String, cure: &str| Err(SpecError::new(&keys.name, cause, cure));
+    let Some(state) = state else {
+        return group.map_or(Ok(None), |_| no("ana_group=N needs a state".into(), "add ana_state=STATE"));
+    };
+    let Some(ana) = &export.ana else {
+        return no("it has no ANA groups".into(), "only exports over NVMe/TCP have them");
+    };
+    let mut groups = ana.groups().to_vec();
+    groups.sort_unstable();
+    groups.dedup();
+    let known = groups.clone();
+    groups.retain(|known| group.is_none_or(|group| u64::from(*known) == group));
+    if groups.is_empty() {
+        return no(format!("no namespace is in this group, but in {known:?}"), "name one of these");
+    }
+    Ok(Some((groups, state)))
+}
+
 fn set_export(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<String>, Problem> {
     let export = &daemon.exports[number];
     let queues = keys.take_number("queues", 1, u64::from(QUEUES_MAX))?;
     let depth = keys.take_number("depth", 1, export.depth_max as u64)?;
     let rate = take_rate(&mut keys, export.rate.config())?;
+    let ana = take_ana(&mut keys, export)?;
     keys.finish()?;
     // In the order of the devices, as for all of them.
     let served = || daemon.devices.iter().enumerate().filter(|(number, _)| export.place_of(*number).is_some());
@@ -358,6 +383,12 @@ fn set_export(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<Stri
                 let placed = daemon.lanes.place_device(number);
                 problems.extend(placed.err().map(|error| error.to_string()));
             }
+        }
+    }
+    if let (Some((groups, state)), Some(ana)) = (ana, &export.ana) {
+        for group in groups {
+            let told = if ana.set(group, state) { "; hosts are notified" } else { " already" };
+            done.push(format!("{export}: ANA group {group} is {}{told}", state.name()));
         }
     }
     if let Some(depth) = depth {
@@ -475,6 +506,7 @@ mod tests {
             front_end,
             serial,
             rate,
+            ana: None,
             queues,
             depth_max: 8,
         });

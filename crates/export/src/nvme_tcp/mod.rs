@@ -6,6 +6,7 @@
 //!
 //! Left out: reservations, authentication, TLS, in-band changes of namespaces, handover to another process.
 
+mod ana;
 mod connection;
 mod queue;
 mod session;
@@ -13,17 +14,20 @@ mod socket;
 
 use std::io;
 use std::net::{SocketAddr, TcpListener};
+use std::sync::Arc;
 
 use blkyard_mq::DeviceInfo;
 use blkyard_nvme::fabrics::Nqn;
 use blkyard_nvme::tcp::TcpIoQueueOptions;
 use blkyard_nvme::{
-    ControllerOptions, DiscoveryEntry, DiscoveryLog, FabricsOptions, FabricsSubsystem, NamespaceTable, SubsystemOptions,
+    AnaGroup, ControllerOptions, DiscoveryEntry, DiscoveryLog, FabricsOptions, FabricsSubsystem, NamespaceTable,
+    ServedNamespace, SubsystemOptions,
 };
 
 use crate::NvmeDisk;
 use crate::core::{self, ControlLoop, ExportedDisk};
 
+pub use ana::NvmeTcpAna;
 pub use queue::{NvmeTcpQueueSession, NvmeTcpQueueSetup};
 pub use session::{NvmeTcpError, NvmeTcpSession, NvmeTcpView};
 
@@ -58,9 +62,18 @@ pub struct NvmeTcpDisk {
     pub(crate) serial: String,
     pub(crate) hosts: Option<Vec<Nqn>>,
     pub(crate) referrals: Vec<SocketAddr>,
+    /// ANA groups at this port; unset without ANA.
+    pub(crate) ana: Option<Arc<NvmeTcpAna>>,
+    /// The first of its controller identifiers.
+    pub(crate) first_controller: u16,
 }
 
 impl NvmeTcpDisk {
+    /// Controller identifiers of a port: ports of one subsystem must have different ones.
+    pub const CONTROLLER_IDS: u16 = FabricsSubsystem::CONTROLLER_IDS;
+    /// Upper bound of the first controller identifier.
+    pub const FIRST_CONTROLLER_MAX: u16 = 0xfff0 - FabricsSubsystem::CONTROLLER_IDS;
+
     /// A subsystem with these namespaces: identifier and device of each, by number of the device; for at most so many
     /// I/O queues of all hosts together.
     ///
@@ -68,7 +81,15 @@ impl NvmeTcpDisk {
     /// As for [`NvmeDisk::of_namespaces`].
     pub fn new(nqn: Nqn, namespaces: Vec<(u32, DeviceInfo)>, queues: u16, serial: impl Into<String>) -> NvmeTcpDisk {
         let namespaces = NvmeDisk::of_namespaces(namespaces, queues, "").with_name(nqn.as_str());
-        NvmeTcpDisk { namespaces, nqn, serial: serial.into(), hosts: None, referrals: Vec::new() }
+        NvmeTcpDisk {
+            namespaces,
+            nqn,
+            serial: serial.into(),
+            hosts: None,
+            referrals: Vec::new(),
+            ana: None,
+            first_controller: 1,
+        }
     }
 
     /// The NQN of a subsystem that was given none: a UUID made from the name of the machine and the serial number.
@@ -78,6 +99,14 @@ impl NvmeTcpDisk {
     pub fn default_nqn(machine: &str, serial: &str) -> Nqn {
         let name = NvmeDisk::new(&DeviceInfo::default(), 1, serial).with_name(machine).subsystem();
         Nqn::new(&name).expect("the NQN of a UUID is valid")
+    }
+
+    /// The serial number of a subsystem that was given none but an NQN: the same for all of its ports.
+    pub fn default_serial(nqn: &Nqn) -> String {
+        let uuid = NvmeDisk::new(&DeviceInfo::default(), 1, "").with_name(nqn.as_str()).subsystem();
+        // Its last 64 bits.
+        let digits: Vec<_> = uuid.chars().rev().filter(|digit| *digit != '-').take(16).collect();
+        digits.into_iter().rev().collect()
     }
 
     /// The same for these hosts only.
@@ -92,13 +121,54 @@ impl NvmeTcpDisk {
         NvmeTcpDisk { referrals, ..self }
     }
 
+    /// The same with asymmetric access: the groups at this port.
+    ///
+    /// # Panics
+    /// If there are more or fewer groups than namespaces.
+    #[must_use]
+    pub fn with_ana(self, ana: Arc<NvmeTcpAna>) -> NvmeTcpDisk {
+        assert_eq!(ana.groups().len(), self.infos().len(), "a group for each namespace");
+        NvmeTcpDisk { ana: Some(ana), ..self }
+    }
+
+    /// The same with other controller identifiers: [`NvmeTcpDisk::CONTROLLER_IDS`] from this one on.
+    ///
+    /// # Panics
+    /// If it is zero or above [`NvmeTcpDisk::FIRST_CONTROLLER_MAX`].
+    #[must_use]
+    pub fn with_first_controller(self, first_controller: u16) -> NvmeTcpDisk {
+        assert!((1..=NvmeTcpDisk::FIRST_CONTROLLER_MAX).contains(&first_controller), "{first_controller}");
+        NvmeTcpDisk { first_controller, ..self }
+    }
+
     /// NQN of the subsystem.
     pub fn nqn(&self) -> &Nqn {
         &self.nqn
     }
 
     pub(crate) fn table(&self) -> NamespaceTable {
-        self.namespaces.table()
+        let mut table = self.namespaces.table();
+        let Some(ana) = &self.ana else { return table };
+        for namespace in table.iter().cloned().collect::<Vec<_>>() {
+            let ana_group = ana.groups()[usize::from(namespace.device)];
+            table.set(namespace.format.nsid, Some(ServedNamespace { ana_group, ..namespace }));
+        }
+        table.with_ana(Arc::clone(ana.states()))
+    }
+
+    /// State of each group with namespaces, and these.
+    pub(crate) fn ana_view(&self) -> Vec<AnaGroup> {
+        let Some(ana) = &self.ana else { return Vec::new() };
+        let mut groups: Vec<AnaGroup> = Vec::new();
+        for namespace in self.table().iter() {
+            let (id, nsid) = (namespace.ana_group, namespace.format.nsid);
+            match groups.iter_mut().find(|group| group.id == id) {
+                Some(group) => group.namespaces.push(nsid),
+                None => groups.push(AnaGroup { id, state: ana.state(id), namespaces: vec![nsid] }),
+            }
+        }
+        groups.sort_by_key(|group| group.id);
+        groups
     }
 }
 
@@ -107,7 +177,7 @@ impl ExportedDisk for NvmeTcpDisk {
         self.namespaces.infos()
     }
 
-    fn set_info(&mut self, device: u16, info: &std::sync::Arc<DeviceInfo>) {
+    fn set_info(&mut self, device: u16, info: &Arc<DeviceInfo>) {
         self.namespaces.set_info(device, info);
     }
 
@@ -173,12 +243,11 @@ fn queue_options(entries: u16, has_flow_control: bool) -> TcpIoQueueOptions {
     }
 }
 
-fn subsystem_options(disk: &NvmeTcpDisk, port: u16) -> SubsystemOptions {
+fn subsystem_options(disk: &NvmeTcpDisk) -> SubsystemOptions {
     let controller = ControllerOptions {
         serial: disk.serial.clone(),
         subsystem: disk.nqn.to_string(),
-        // Ports of one subsystem have different identifiers.
-        controller_id: 1 + port % 64 * FabricsSubsystem::CONTROLLER_IDS,
+        controller_id: disk.first_controller,
         io_queues: disk.queues().clamp(1, ControllerOptions::IO_QUEUES_MAX),
         queue_entries: ENTRIES_MAX,
         depth: ENTRIES_MAX,

@@ -19,7 +19,7 @@ use blkyard_mq::DeviceInfo;
 use blkyard_nvme::fabrics::{FabricsCommand, fabrics_status};
 use blkyard_nvme::tcp::{TcpAdminEvent, TcpDataMemory, TcpEnd, TcpIoQueue};
 use blkyard_nvme::{
-    Connected, ConnectedQueue, ControllerQueueCommand, ControllerQueueReply, ControllerRequest, DiscoveryLog,
+    AnaGroup, Connected, ConnectedQueue, ControllerQueueCommand, ControllerQueueReply, ControllerRequest, DiscoveryLog,
     FabricsSubsystem, NvmeStatus, Sqe,
 };
 use blkyard_sys::{Epoll, EventFlags, Registered};
@@ -27,8 +27,8 @@ use blkyard_sys::{Epoll, EventFlags, Registered};
 use super::connection::{ConnectionPhase, TargetConnection, WaitingConnect};
 use super::queue::{EndedQueues, NvmeTcpQueueSession, NvmeTcpQueueSetup, TcpQueueSlot, TcpQueueState};
 use super::{
-    ADMIN_ENTRIES, ENTRIES_MAX, NvmeTcpDisk, NvmeTcpExport, TRANSFER_BYTES, discovery_entries, queue_options,
-    subsystem_options,
+    ADMIN_ENTRIES, ENTRIES_MAX, NvmeTcpAna, NvmeTcpDisk, NvmeTcpExport, TRANSFER_BYTES, discovery_entries,
+    queue_options, subsystem_options,
 };
 use crate::core::{
     Accepted, AwaitedFd, Changed, ExportConfig, ExportLog, FrontEndSession, LaneGone, PendingFlush, SessionEnd,
@@ -45,9 +45,10 @@ const ACCEPTS_MAX: usize = 64;
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// Interval of looks at queues that drain or flush.
 const DRAIN_POLL: Duration = Duration::from_millis(2);
-/// Tokens of the listening socket and of the notes of queues. Connections are numbered from 2.
+/// Tokens of the listening socket, the notes of queues, and changes of ANA states. Connections have the next ones.
 const LISTENER: u64 = 0;
 const QUEUES: u64 = 1;
+const ANA: u64 = 2;
 
 /// Why an NVMe/TCP export ends.
 #[derive(Debug, thiserror::Error)]
@@ -71,6 +72,8 @@ pub struct NvmeTcpView {
     pub hosts: Vec<(u16, String)>,
     /// I/O queues that are connected.
     pub queues: usize,
+    /// ANA groups with their states and namespaces.
+    pub ana: Vec<AnaGroup>,
     /// Bytes of memory for the data of commands.
     pub memory_bytes: u64,
 }
@@ -118,6 +121,8 @@ pub struct NvmeTcpSession {
     ending: Vec<u16>,
     flushes: Vec<RunningFlush>,
     ended: Registered<Arc<EndedQueues>>,
+    /// Kept registered.
+    _ana: Option<Registered<Arc<NvmeTcpAna>>>,
     table: Arc<RegionTable>,
     queue_bytes: u64,
     /// Keeps the memory mapped for the devices.
@@ -142,11 +147,12 @@ impl NvmeTcpSession {
         let listener = set.register(listener, LISTENER, EventFlags::IN)?;
         let queues = config.queues.len();
         let ended = set.register(Arc::new(EndedQueues::new(queues)?), QUEUES, EventFlags::IN)?;
+        let ana = config.disk.ana.as_ref().map(|ana| set.register(Arc::clone(ana), ANA, EventFlags::IN));
         // Devices in other processes map it, too. Pages that no command has used take no memory.
         let queue_bytes = TcpIoQueue::memory_bytes(&queue_options(ENTRIES_MAX, true));
         let region = Region::shared(queue_bytes as usize * queues)?;
         let mappings = config.domains.iter().map(|domain| domain.map(vec![Arc::clone(&region)])).collect();
-        let options = subsystem_options(&config.disk, address.port());
+        let options = subsystem_options(&config.disk);
         let subsystem = FabricsSubsystem::new(options, config.disk.table());
         Ok(NvmeTcpSession {
             queues: (0..queues).map(|_| None).collect(),
@@ -157,10 +163,11 @@ impl NvmeTcpSession {
             address,
             subsystem,
             connections: BTreeMap::new(),
-            next: QUEUES + 1,
+            next: ANA + 1,
             ending: Vec::new(),
             flushes: Vec::new(),
             ended,
+            _ana: ana.transpose()?,
             table: Arc::new(RegionTable::new(vec![region])),
             queue_bytes,
             _mappings: mappings,
@@ -186,6 +193,8 @@ impl NvmeTcpSession {
                         self.end_queue(number)?;
                     }
                 }
+                // The associations are looked at below.
+                ANA => self.tell_ana(),
                 token => self.serve(token, now)?,
             }
         }
@@ -206,6 +215,14 @@ impl NvmeTcpSession {
         }
         self.drain(now)?;
         Ok(is_busy)
+    }
+
+    /// Notifies the hosts of changed ANA states.
+    fn tell_ana(&mut self) {
+        if let Some(ana) = &self.config.disk.ana {
+            ana.take_changed();
+        }
+        self.subsystem.ana_changed();
     }
 
     /// Accepts connections.
@@ -753,6 +770,7 @@ impl FrontEndSession for NvmeTcpSession {
             nqn: self.config.disk.nqn.to_string(),
             hosts: hosts.map(|(id, association)| (id, association.host().to_string())).collect(),
             queues: self.queues.iter().flatten().count(),
+            ana: self.config.disk.ana_view(),
             memory_bytes: self.queue_bytes * self.queues.len() as u64,
         }
     }

@@ -7,6 +7,7 @@
 use std::sync::Arc;
 
 use super::capabilities::{self, ABORTS_MAX};
+use super::events::{ANA_NOTICES, CONFIGURABLE};
 use super::features::{FeatureContext, FeatureEffect, Features, TIMESTAMP_BYTES};
 use super::io::{ControllerIoQueue, ControllerQueueCommand, IoShared, NewSubmissionQueue};
 use super::logs::ErrorEntry;
@@ -14,7 +15,7 @@ use super::rings::{CompletionRing, SubmissionRing};
 use super::{Controller, ControllerRequest, IoCompletionQueue, IoSubmissionQueue};
 use crate::doorbell::ShadowDoorbells;
 use crate::registers::ControllerConfig;
-use crate::{IDENTIFY_BYTES, IdentifyNamespace, NvmeStatus, PAGE, Sqe, admin, cns};
+use crate::{ANA_LOG, IDENTIFY_BYTES, IdentifyNamespace, NvmeStatus, PAGE, Sqe, admin, cns};
 
 /// Entry sizes required in CC before queues are created, as powers of two.
 const ENTRY_SHIFTS: (u8, u8) = (6, 4);
@@ -252,6 +253,8 @@ impl Controller {
             cns::CSI_NAMESPACE => {}
             cns::INDEPENDENT_NAMESPACE => {
                 if let Ok(namespace) = self.namespaces.find(nsid) {
+                    bytes[1] = u8::from(self.capsules.is_some());
+                    bytes[4..8].copy_from_slice(&namespace.ana_group.to_le_bytes());
                     bytes[8] = u8::from(namespace.format.read_only);
                     // Ready.
                     bytes[14] = 1;
@@ -278,9 +281,12 @@ impl Controller {
         let bytes = (u64::from(dword10 >> 16 | (dword11 & 0xffff) << 16) + 1) * 4;
         let offset = u64::from(sqe.dword(12)) | u64::from(sqe.dword(13)) << 32;
         let queues = self.cqs.iter().flatten().map(|queue| &queue.shared);
-        let Some(page) = self.logs.page(id, queues, &self.namespaces, &self.options) else {
-            return refuse(NvmeStatus::INVALID_LOG_PAGE);
+        let page = match self.namespaces.ana().filter(|_| id == ANA_LOG) {
+            // RGO: without the namespaces of the groups.
+            Some(groups) => Some(groups.page(&self.namespaces, dword10 & 1 << 8 != 0)),
+            None => self.logs.page(id, queues, &self.namespaces, &self.options),
         };
+        let Some(page) = page else { return refuse(NvmeStatus::INVALID_LOG_PAGE) };
         // Logs are those of the controller (LPA bit 0); offsets are in bytes.
         let has_index = sqe.dword(14) & 1 << 23 != 0;
         if !matches!(sqe.nsid(), 0 | u32::MAX) || has_index || !offset.is_multiple_of(4) || offset > page.len() as u64 {
@@ -347,6 +353,7 @@ impl Controller {
         FeatureContext {
             has_cache: self.namespaces.iter().any(|namespace| namespace.has_cache),
             identifiers: self.namespaces.identifiers(),
+            async_events: CONFIGURABLE | self.namespaces.ana().map_or(0, |_| ANA_NOTICES),
             now_ns: self.now_ns,
         }
     }

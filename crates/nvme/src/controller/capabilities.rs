@@ -3,10 +3,12 @@
 use std::sync::Arc;
 
 use super::NamespaceTable;
-use super::events::REQUESTS_MAX;
+use super::events::{ANA_NOTICES, REQUESTS_MAX};
 use super::logs::ERRORS_MAX;
 use crate::registers::{self, Capabilities};
-use crate::{DiscoveryLog, IDENTIFY_BYTES, IdentifyController, NvmeStatus, PAGE, SQE_BYTES, Sqe, admin, cns};
+use crate::{
+    AnaGroups, DiscoveryLog, IDENTIFY_BYTES, IdentifyController, NvmeStatus, PAGE, SQE_BYTES, Sqe, admin, cns,
+};
 
 /// Version 2.0.
 pub(crate) const VERSION: u32 = 2 << 16;
@@ -218,7 +220,7 @@ impl ControllerOptions {
             sgl: 2,
             ..IdentifyController::default()
         };
-        self.identify_fabrics(data)
+        self.identify_fabrics(with_ana(data, table))
     }
 
     /// The same, as a controller over fabrics is.
@@ -227,7 +229,7 @@ impl ControllerOptions {
         let is_discovery = discovery.is_some();
         IdentifyController {
             // Several controllers.
-            multipath: 2,
+            multipath: data.multipath | 2,
             // The log of a discovery controller does not change.
             async_events: if is_discovery { 0 } else { data.async_events },
             controller_type: if is_discovery { 2 } else { 1 },
@@ -245,6 +247,24 @@ impl ControllerOptions {
             sgl_descriptors_max: 1,
             ..data
         }
+    }
+}
+
+/// The same, with asymmetric access if the namespaces have that.
+fn with_ana(data: IdentifyController, table: &NamespaceTable) -> IdentifyController {
+    if table.ana().is_none() {
+        return data;
+    }
+    IdentifyController {
+        // Several ports, asymmetric access.
+        multipath: 1 | 1 << 3,
+        async_events: data.async_events | ANA_NOTICES,
+        ana_transition_s: AnaGroups::TRANSITION_S,
+        // All five states; the group of a namespace does not change.
+        ana: 0x1f | 1 << 6,
+        ana_group_max: AnaGroups::GROUPS_MAX,
+        ana_groups: AnaGroups::GROUPS_MAX,
+        ..data
     }
 }
 

@@ -5,13 +5,16 @@ use std::collections::VecDeque;
 use serde::{Deserialize, Serialize};
 
 use super::logs::lid;
+use crate::ANA_LOG;
 
 /// Maximum Asynchronous Event Requests.
 pub(crate) const REQUESTS_MAX: usize = 4;
-/// Bits of the configuration (feature 0Bh) that may be set: SMART warnings and namespace changes.
+/// Bits of the configuration (feature 0Bh) that may always be set: SMART warnings and namespace changes.
 pub(crate) const CONFIGURABLE: u32 = 0xff | NAMESPACE_NOTICES;
-/// Namespace attribute notices.
+/// Namespace attribute notices, in the configuration and in OAES.
 const NAMESPACE_NOTICES: u32 = 1 << 8;
+/// Asymmetric namespace access change notices, likewise, with ANA.
+pub(crate) const ANA_NOTICES: u32 = 1 << 11;
 
 /// An event that can be reported to a host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -22,13 +25,16 @@ pub(crate) enum ControllerEvent {
     InvalidDoorbellValue,
     /// Namespaces were added, removed or changed.
     NamespacesChanged,
+    /// A group of namespaces has another ANA state.
+    AnaChanged,
 }
 
 impl ControllerEvent {
-    const ALL: [ControllerEvent; 3] = [
+    const ALL: [ControllerEvent; 4] = [
         ControllerEvent::InvalidDoorbellRegister,
         ControllerEvent::InvalidDoorbellValue,
         ControllerEvent::NamespacesChanged,
+        ControllerEvent::AnaChanged,
     ];
 
     /// Type of the event (bits 0-2 of the result), its information (8-15), and the log page that clears it (16-23).
@@ -37,6 +43,7 @@ impl ControllerEvent {
             ControllerEvent::InvalidDoorbellRegister => (0, 0, lid::ERROR),
             ControllerEvent::InvalidDoorbellValue => (0, 1, lid::ERROR),
             ControllerEvent::NamespacesChanged => (2, 0, lid::CHANGED_NAMESPACES),
+            ControllerEvent::AnaChanged => (2, 3, ANA_LOG),
         }
     }
 
@@ -61,7 +68,11 @@ pub(crate) struct PendingEvents {
 impl PendingEvents {
     /// Adds an event, unless it is already pending; notices only if they are enabled.
     pub(crate) fn push(&mut self, event: ControllerEvent, configuration: u32) {
-        let is_wanted = event != ControllerEvent::NamespacesChanged || configuration & NAMESPACE_NOTICES != 0;
+        let is_wanted = match event {
+            ControllerEvent::NamespacesChanged => configuration & NAMESPACE_NOTICES != 0,
+            ControllerEvent::AnaChanged => configuration & ANA_NOTICES != 0,
+            ControllerEvent::InvalidDoorbellRegister | ControllerEvent::InvalidDoorbellValue => true,
+        };
         if is_wanted && !self.events.contains(&event) {
             self.events.push_back(event);
         }

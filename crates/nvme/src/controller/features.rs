@@ -4,7 +4,6 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::events::CONFIGURABLE;
 use super::logs::lid;
 use crate::{NvmeStatus, Sqe, feature};
 
@@ -51,6 +50,8 @@ pub(crate) struct FeatureContext {
     pub(crate) has_cache: bool,
     /// Largest valid namespace identifier.
     pub(crate) identifiers: u32,
+    /// Bits of the configuration of asynchronous events that may be set.
+    pub(crate) async_events: u32,
     pub(crate) now_ns: u64,
 }
 
@@ -189,7 +190,7 @@ impl Features {
                 *vector = value & 1 << 16 != 0;
             }
             feature::WRITE_ATOMICITY => self.atomicity = value & 1,
-            feature::ASYNC_EVENTS if value & !CONFIGURABLE == 0 => self.async_events = value,
+            feature::ASYNC_EVENTS if value & !context.async_events == 0 => self.async_events = value,
             feature::TIMESTAMP => {
                 // The upper two bytes are reserved.
                 self.timestamp = (u64::from_le_bytes(data) & 0xffff_ffff_ffff, context.now_ns, true);

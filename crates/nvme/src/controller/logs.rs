@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::io::IoShared;
 use super::{ControllerOptions, NamespaceTable, capabilities};
-use crate::{DISCOVERY_LOG, NvmeStatus, admin, io};
+use crate::{ANA_LOG, DISCOVERY_LOG, NvmeStatus, admin, io};
 
 /// Log page identifiers.
 pub(crate) mod lid {
@@ -21,7 +21,7 @@ pub(crate) mod lid {
     pub(crate) const FEATURE_EFFECTS: u8 = 0x12;
 }
 
-/// All log pages.
+/// All log pages but that of ANA.
 const SUPPORTED: [u8; 7] = [
     lid::SUPPORTED,
     lid::ERROR,
@@ -166,6 +166,7 @@ impl ControllerLogs {
             };
         }
         Some(match id {
+            lid::SUPPORTED if namespaces.ana().is_some() => supported(&[&SUPPORTED[..], &[ANA_LOG]].concat()),
             lid::SUPPORTED => supported(&SUPPORTED),
             lid::ERROR => self.errors.page(),
             lid::SMART => self.smart(queues),

@@ -2,9 +2,11 @@
 //!
 //! A table is replaced as a whole; queues keep the last one they were given.
 
+use std::sync::Arc;
+
 use blkyard_mq::{DeviceInfo, SECTOR_BYTES};
 
-use crate::{IDENTIFY_BYTES, IdentifyNamespace, LbaFormat, NamespaceFormat, NvmeStatus};
+use crate::{AnaGroups, IDENTIFY_BYTES, IdentifyNamespace, LbaFormat, NamespaceFormat, NvmeStatus};
 
 /// Types of namespace identification descriptors (CNS 03h).
 mod descriptor {
@@ -31,6 +33,8 @@ pub struct ServedNamespace {
     pub deallocate_blocks: u32,
     /// Physical block, logical blocks.
     pub physical_blocks: u32,
+    /// ANA group, from 1; 0 without ANA.
+    pub ana_group: u32,
     /// Globally unique identifier, big-endian; 0 if unset.
     pub nguid: [u8; 16],
     /// IEEE extended unique identifier, big-endian; 0 if unset.
@@ -80,6 +84,7 @@ impl ServedNamespace {
             deallocate_granularity: zero_based(self.deallocate_blocks),
             deallocate_alignment: zero_based(self.deallocate_blocks),
             attributes: u8::from(read_only),
+            ana_group: self.ana_group,
             nguid: self.nguid,
             eui64: self.eui64,
             ..IdentifyNamespace::default()
@@ -109,9 +114,11 @@ impl ServedNamespace {
 }
 
 /// The namespaces of a controller by identifier, from 1.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default)]
 pub struct NamespaceTable {
     places: Vec<Option<ServedNamespace>>,
+    /// Unset without ANA.
+    ana: Option<Arc<AnaGroups>>,
 }
 
 impl NamespaceTable {
@@ -124,7 +131,23 @@ impl NamespaceTable {
     /// If there are more than [`NamespaceTable::NAMESPACES_MAX`].
     pub fn new(identifiers: u32) -> NamespaceTable {
         assert!((1..=NamespaceTable::NAMESPACES_MAX).contains(&identifiers), "{identifiers} namespaces");
-        NamespaceTable { places: vec![None; identifiers as usize] }
+        NamespaceTable { places: vec![None; identifiers as usize], ana: None }
+    }
+
+    /// The same with ANA: each namespace is in one of these groups.
+    ///
+    /// # Panics
+    /// If a namespace has no group.
+    #[must_use]
+    pub fn with_ana(self, groups: Arc<AnaGroups>) -> NamespaceTable {
+        let is_group = |namespace: &ServedNamespace| (1..=AnaGroups::GROUPS_MAX).contains(&namespace.ana_group);
+        assert!(self.iter().all(is_group), "a namespace without a group");
+        NamespaceTable { ana: Some(groups), ..self }
+    }
+
+    /// The groups of a controller with ANA.
+    pub(crate) fn ana(&self) -> Option<&Arc<AnaGroups>> {
+        self.ana.as_ref()
     }
 
     /// Sets a namespace, or removes the one of this identifier.
@@ -155,5 +178,25 @@ impl NamespaceTable {
         let place = (nsid as usize).checked_sub(1).and_then(|place| self.places.get(place));
         let place = place.ok_or(NvmeStatus::INVALID_NAMESPACE.with_dnr())?;
         place.as_ref().ok_or(NvmeStatus::INVALID_FIELD.with_dnr())
+    }
+
+    /// The namespace of an identifier, for I/O.
+    ///
+    /// # Errors
+    /// As [`NamespaceTable::find`]; a path error if the namespace is not accessible by this port.
+    #[inline]
+    pub fn find_accessible(&self, nsid: u32) -> Result<&ServedNamespace, NvmeStatus> {
+        let namespace = self.find(nsid)?;
+        self.ana.as_ref().map_or(Ok(()), |groups| groups.check(namespace.ana_group))?;
+        Ok(namespace)
+    }
+
+    /// Whether all namespaces are accessible by this port.
+    ///
+    /// # Errors
+    /// The path error of the first one that is not.
+    pub fn check_accessible(&self) -> Result<(), NvmeStatus> {
+        let check = |groups: &AnaGroups| self.iter().try_for_each(|namespace| groups.check(namespace.ana_group));
+        self.ana.as_deref().map_or(Ok(()), check)
     }
 }

@@ -319,12 +319,13 @@ impl TcpIoQueue {
         let command = &mut commands[usize::from(slot)];
         let sqe = &command.sqe;
         if sqe.opcode() == io::FLUSH && sqe.nsid() == u32::MAX {
+            namespaces.check_accessible()?;
             command.is_expanding = true;
             self.expansion = Some((slot, TcpExpansion::FlushAll { next: 0 }));
             return Ok(NextBio::Without);
         }
-        // The namespaces may have changed since the command came.
-        let &ServedNamespace { format, device, .. } = namespaces.find(sqe.nsid())?;
+        // The namespaces and their ANA states may have changed since the command came.
+        let &ServedNamespace { format, device, .. } = namespaces.find_accessible(sqe.nsid())?;
         let (parsed, _) = IoParser::check(sqe, &format, bio)?;
         bio.namespace = device;
         bio.segments.extend_from_slice(&command.segments);
@@ -393,9 +394,10 @@ impl TcpIoQueue {
             .with_dnr());
         }
         let bytes = if sqe.opcode() == io::FLUSH && sqe.nsid() == u32::MAX && sqe.fused() == 0 {
+            self.namespaces.check_accessible()?;
             0
         } else {
-            let namespace = self.namespaces.find(sqe.nsid())?;
+            let namespace = self.namespaces.find_accessible(sqe.nsid())?;
             let (command, bytes) = IoParser::check(sqe, &namespace.format, &mut self.scratch)?;
             if matches!(command, IoCommand::Compare | IoCommand::Verify) {
                 return Err(NvmeStatus::INVALID_OPCODE.with_dnr());

@@ -15,8 +15,8 @@ use blkyard_nvme::tcp::{
     TcpTargetOptions,
 };
 use blkyard_nvme::{
-    AdminCompletion, Connected, ControllerOptions, Cqe, DiscoveryLog, FabricsOptions, FabricsSubsystem, NamespaceTable,
-    NextBio, NvmeStatus, Psdt, ServedNamespace, Sqe, SubsystemOptions, io,
+    AdminCompletion, AnaGroups, AnaState, Connected, ControllerOptions, Cqe, DiscoveryLog, FabricsOptions,
+    FabricsSubsystem, NamespaceTable, NextBio, NvmeStatus, Psdt, ServedNamespace, Sqe, SubsystemOptions, io,
 };
 use blkyard_wire::nvme_tcp::{DataLimits, Framing, H2cData, IcReq, Pdu, PduEvent, PduReader, PduSender};
 
@@ -41,7 +41,7 @@ const QUEUE: TcpIoQueueOptions = TcpIoQueueOptions {
     pool_bytes: 64 << 10,
 };
 
-fn subsystem() -> FabricsSubsystem {
+fn subsystem(namespaces: &[u32], groups: &Arc<AnaGroups>) -> FabricsSubsystem {
     let controller = ControllerOptions {
         controller_id: 1,
         queue_entries: 128,
@@ -58,8 +58,11 @@ fn subsystem() -> FabricsSubsystem {
     let capacity_sectors = DISK_BYTES as u64 / 512;
     let info = DeviceInfo { capacity_sectors, limits, volatile_cache: true, ..DeviceInfo::default() };
     let mut table = NamespaceTable::new(2);
-    table.set(1, ServedNamespace::new(1, 0, &info));
-    FabricsSubsystem::new(options, table)
+    for nsid in namespaces.iter().copied() {
+        let served = ServedNamespace::new(nsid, nsid as u16 - 1, &info).unwrap();
+        table.set(nsid, Some(ServedNamespace { ana_group: nsid, ..served }));
+    }
+    FabricsSubsystem::new(options, table.with_ana(Arc::clone(groups)))
 }
 
 fn connect_pdu(qid: u16, entries: u16, id: u16) -> Vec<u8> {
@@ -143,6 +146,7 @@ struct Rig {
     queue: TcpIoQueue,
     reader: PduReader,
     disk: Arc<Region>,
+    groups: Arc<AnaGroups>,
     /// Bios that the device has, by slot.
     out: BTreeMap<u16, Box<Bio>>,
     is_held: bool,
@@ -151,7 +155,13 @@ struct Rig {
 
 impl Rig {
     fn new() -> Rig {
-        let mut target = subsystem();
+        Rig::with_namespaces(&[1])
+    }
+
+    /// Each in the group of its number.
+    fn with_namespaces(namespaces: &[u32]) -> Rig {
+        let groups = Arc::new(AnaGroups::default());
+        let mut target = subsystem(namespaces, &groups);
         let mut admin = Fresh::new();
         let (slot, connected) = admin.connect(&mut target, &connect_pdu(0, 32, ANY_CONTROLLER));
         let Connected::Admin(id) = connected else { panic!("{connected:?}") };
@@ -175,7 +185,7 @@ impl Rig {
         let mut queue = TcpIoQueue::new(queue.into_queue(), connected, QUEUE, memory);
         queue.accept(slot, id);
         let disk = Region::anonymous(DISK_BYTES).unwrap();
-        let mut rig = Rig { queue, reader, disk, out: BTreeMap::new(), is_held: false, seen: Vec::new() };
+        let mut rig = Rig { queue, reader, disk, groups, out: BTreeMap::new(), is_held: false, seen: Vec::new() };
         assert_eq!(rig.statuses(), [(7, NvmeStatus::SUCCESS)]);
         rig
     }
@@ -195,7 +205,8 @@ impl Rig {
                 NextBio::Without => {}
                 NextBio::Bio(slot) => {
                     self.seen.push((bio.op, bio.sector, bio.sectors));
-                    let is_expanding = bio.op == Op::Discard;
+                    // A command of several ranges or namespaces has several bios.
+                    let is_expanding = matches!(bio.op, Op::Discard | Op::Flush);
                     assert!(self.out.insert(slot, bio).is_none() || is_expanding);
                     if is_expanding && !self.is_held {
                         self.finish(slot);
@@ -247,7 +258,11 @@ impl Rig {
 }
 
 fn blocks(opcode: u8, cid: u16, block: u64, bytes: u32, kind: u64) -> Sqe {
-    let sqe = Sqe::with_blocks(opcode, 1, block, bytes / 512, 0).with_cid(cid);
+    blocks_of(1, opcode, cid, block, bytes, kind)
+}
+
+fn blocks_of(nsid: u32, opcode: u8, cid: u16, block: u64, bytes: u32, kind: u64) -> Sqe {
+    let sqe = Sqe::with_blocks(opcode, nsid, block, bytes / 512, 0).with_cid(cid);
     sqe.with_data(Psdt::Sgl, [0, kind + u64::from(bytes)])
 }
 
@@ -416,4 +431,41 @@ fn commands_of_a_closed_connection_are_not_executed() {
     rig.run();
     rig.queue.receive(&mut &[][..]);
     assert_eq!((rig.queue.bios_out(), rig.queue.in_flight(), rig.answers().0.len()), (0, 0, 0));
+}
+
+#[test]
+fn io_of_an_inaccessible_group_ends_before_the_device() {
+    let mut rig = Rig::with_namespaces(&[1, 2]);
+    let write = |cid, nsid| pdu(blocks_of(nsid, io::WRITE, cid, 0, 4096, IN_CAPSULE), &pattern(4096, 1));
+    let flush = |cid, nsid| pdu(Sqe::new(io::FLUSH, nsid).with_cid(cid).with_data(Psdt::Sgl, [0, TRANSPORT]), &[]);
+    let states = [
+        (AnaState::Inaccessible, NvmeStatus::ANA_INACCESSIBLE),
+        (AnaState::PersistentLoss, NvmeStatus::ANA_LOSS),
+        (AnaState::Change, NvmeStatus::ANA_TRANSITION),
+    ];
+    for (state, status) in states {
+        // One command is with the device, and another one waits for its data.
+        rig.is_held = true;
+        rig.receive(&write(1, 2));
+        rig.receive(&pdu(blocks_of(2, io::WRITE, 2, 0, 4096, TRANSPORT), &[]));
+        let [Pdu::R2t(r2t)] = rig.answers().0[..] else { panic!("no R2T") };
+        rig.groups.set(2, state);
+        rig.seen.clear();
+        rig.receive(&h2c(r2t, &pattern(4096, 2)));
+        for bytes in [write(3, 2), flush(4, 2), flush(5, u32::MAX)] {
+            rig.receive(&bytes);
+        }
+        rig.receive(&pdu(blocks_of(2, io::READ, 6, 0, 64 << 10, TRANSPORT), &[]));
+        assert_eq!(rig.statuses(), [2, 3, 4, 5, 6].map(|cid| (cid, status)), "{state:?}");
+        assert!(rig.seen.is_empty(), "{:?}", rig.seen);
+        // Another group is not concerned, nor is what had begun.
+        rig.is_held = false;
+        rig.receive(&write(7, 1));
+        assert_eq!(rig.statuses(), [(1, NvmeStatus::SUCCESS), (7, NvmeStatus::SUCCESS)]);
+        rig.groups.set(2, AnaState::NonOptimized);
+        rig.receive(&flush(8, u32::MAX));
+        rig.receive(&write(9, 2));
+        assert_eq!(rig.statuses(), [(8, NvmeStatus::SUCCESS), (9, NvmeStatus::SUCCESS)]);
+    }
+    assert_eq!(rig.queue.in_flight(), 0);
 }
