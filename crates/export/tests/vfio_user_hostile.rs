@@ -136,15 +136,15 @@ fn accesses_outside_regions_are_refused() {
     for index in [9, 10, u32::MAX] {
         assert_eq!(client.call(&info(index), &[]), Err(EINVAL), "region {index}");
     }
-    // The error interrupt is one of PCI Express: QEMU warns of one that is known but not there.
+    // Errors of the link are not reported: QEMU warns of an interrupt type that is known but not there.
     for index in [irq_index::ERR, 5, u32::MAX] {
         assert_eq!(client.call(&VfioRequest::DeviceGetIrqInfo { index }, &[]), Err(EINVAL), "interrupt {index}");
     }
     for (region, offset, count) in [
-        (7, 255, 2),
-        (7, 256, 1),
+        (7, 4095, 2),
+        (7, 4096, 1),
         (7, u64::MAX, 1),
-        (7, 0, 4096),
+        (7, 1, 4096),
         (4, 4095, 2),
         (1, 0, 4),
         (6, 0, 1),
@@ -167,7 +167,7 @@ fn accesses_outside_regions_are_refused() {
             assert_eq!(answer, Err(EINVAL), "write {region} {offset:#x} {count}");
         }
     }
-    let write = RegionWrite { access: RegionAccess { region: 7, offset: 255, count: 2 }, data: [0; 8] };
+    let write = RegionWrite { access: RegionAccess { region: 7, offset: 4095, count: 2 }, data: [0; 8] };
     assert_eq!(client.call(&VfioRequest::RegionWriteMulti(vec![write]), &[]), Err(EINVAL));
     assert_eq!(client.call_raw(15, &u64::MAX.to_ne_bytes(), &[]), Err(EINVAL), "more writes than came");
     assert_served(&mut client);

@@ -26,7 +26,7 @@ pub const SCENARIOS: &[Scenario] = &[
     },
     Scenario {
         name: "nvme-guest",
-        sentence: "Linux and nvme-cli find an NVMe export as its disk is, four queues verify through resets, files live in a file system, and it grows",
+        sentence: "Linux and nvme-cli find an NVMe export as its disk is, four queues verify through resets of controller and function, files live in a file system, and it grows",
         place: RunsIn::Guest,
         ours: true,
         tell: guest,
@@ -191,15 +191,24 @@ fn guest(ground: &ScenarioContext) -> Result<()> {
         ! nvme format -f $disk 2>/dev/null
         nvme error-log /dev/nvme0 | grep -q 'Invalid Command Opcode'
         nvme ns-rescan /dev/nvme0
+        function=$(readlink -f /sys/class/nvme/nvme0/device)
+        test $(stat -c %s $function/config) = 4096
+        bytes() {{ od -An -tx1 -j$(($1)) -N$2 $function/config | tr -d ' \\n'; }}
+        test $(bytes 0x40 2)-$(bytes 0x50 4)-$(bytes 0x60 2)-$(bytes 0x64 4) = 1150-01600300-1000-00800010
+        test $(bytes 0x100 4) = 00000000
+        test $(cat $function/power_state) = D0
+        grep -q flr $function/reset_method
         echo identified
 
         load --cpus_allowed=0-3 --cpus_allowed_policy=split
         awk '/nvme0q[1-9]/ {{ queues += 1; if ($2 + $3 + $4 + $5 < 4) exit 1 }} END {{ exit queues != 4 }}' /proc/interrupts
         echo queues
 
-        load --loops=3 & load=$!
+        (until [ -e /tmp/end ]; do load; done) & load=$!
         for reset in $(seq {RESETS}); do sleep 0.2; nvme reset /dev/nvme0; done
-        kill -0 $load
+        echo flr >$function/reset_method
+        for reset in $(seq {RESETS}); do sleep 0.2; echo 1 >$function/reset; done
+        touch /tmp/end
         wait $load
         echo reset
 
@@ -211,7 +220,6 @@ fn guest(ground: &ScenarioContext) -> Result<()> {
         sum=$(md5sum </tmp/files/file)
         umount /tmp/files
         /usr/sbin/e2fsck -fn $disk >/tmp/fsck 2>&1 || {{ cat /tmp/fsck; exit 1; }}
-        function=$(readlink -f /sys/class/nvme/nvme0/device)
         echo 1 >$function/remove
         test ! -e $disk
         echo 1 >/sys/bus/pci/rescan

@@ -267,9 +267,12 @@ mod tests {
         }
         let newer = text.replace(",\"session\":", ",\"nvme\":{\"version\":9,\"files\":0,\"record\":{}},\"session\":");
         assert!(unpack(&newer, &mut (0..9).map(|_| end()).collect()).unwrap_err().contains("two protocols"));
-        let newer = text.split(",\"session\":").next().unwrap().to_owned()
-            + ",\"session\":null,\"nvme\":{\"version\":9,\"files\":0,\"record\":{}}}";
-        assert!(unpack(&newer, &mut (0..9).map(|_| end()).collect()).unwrap_err().contains("version 9"));
+        for version in [1, 9] {
+            let other = text.split(",\"session\":").next().unwrap().to_owned()
+                + &format!(",\"session\":null,\"nvme\":{{\"version\":{version},\"files\":0,\"record\":{{}}}}}}");
+            let refused = unpack(&other, &mut (0..9).map(|_| end()).collect()).unwrap_err();
+            assert_eq!(refused, format!("a vfio-user session has version {version}, and 2 is supported"));
+        }
         let many = text.replace("\"files\":2", "\"files\":200");
         assert!(unpack(&many, &mut (0..300).map(|_| end()).collect()).unwrap_err().contains("200 descriptors"));
     }

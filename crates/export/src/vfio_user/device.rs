@@ -206,15 +206,17 @@ impl NvmeFunction {
         self.queues.iter().flatten().count()
     }
 
-    /// Reads a register. Offsets after the last register read as zero.
+    /// Reads a register. Offsets after the last register read as zero, and a function that is off as ones.
     pub(crate) fn read_register(&self, offset: u64, bytes: usize) -> Result<u64, RegisterFault> {
-        match self.controller.read_register(offset, bytes) {
-            Err(RegisterFault::Outside(_)) => Ok(0),
-            other => other,
-        }
+        let value = match self.controller.read_register(offset, bytes) {
+            Err(RegisterFault::Outside(_)) => 0,
+            other => other?,
+        };
+        Ok(if self.pci.is_off() { u64::MAX } else { value })
     }
 
-    /// Writes a register, and executes its effects. The inner result is the errno of the client.
+    /// Writes a register, and executes its effects; a function that is off ignores it. The inner result is the errno of
+    /// the client.
     pub(crate) fn write_register(
         &mut self,
         config: &VfioUserExport,
@@ -222,6 +224,9 @@ impl NvmeFunction {
         bytes: usize,
         value: u64,
     ) -> Result<Result<(), RegisterFault>, VfioSessionError> {
+        if self.pci.is_off() {
+            return Ok(Ok(()));
+        }
         match self.controller.write_register(offset, bytes, value) {
             Ok(Some(cqid)) if cqid > 0 => self.kick(cqid),
             Ok(_) => self.update(config)?,
@@ -381,9 +386,14 @@ impl NvmeFunction {
         self.replies.take();
         self.is_admin_call_pending = false;
         self.controller = new_controller(&config.disk, &self.registers, &self.dma)?;
-        self.pci = PciFunction::new(config.disk.pci_id, self.bar0_bytes(), self.vectors.len() as u16);
+        self.pci = self.reset_pci(config);
         self.map_for_device();
         Ok(())
+    }
+
+    /// The PCI function after a reset.
+    pub(super) fn reset_pci(&self, config: &VfioUserExport) -> PciFunction {
+        PciFunction::new(config.disk.pci_id, self.bar0_bytes(), self.vectors.len() as u16)
     }
 
     /// Changes the device; all queues are suspended.

@@ -27,7 +27,7 @@ use super::{NvmeDoorbells, VfioUserExport};
 use crate::core::ExportLog;
 
 /// Version of [`VfioSessionRecord`], incremented by every incompatible change.
-pub const VFIO_STATE_VERSION: u32 = 1;
+pub const VFIO_STATE_VERSION: u32 = 2;
 
 /// A session with drained queues.
 #[derive(Debug)]
@@ -98,7 +98,7 @@ impl NvmeFunction {
             None => Some((0..registers.len()).step_by(4).map(|at| registers.load_u32(at, Relaxed)).collect()),
         };
         Ok(NvmeFunctionRecord {
-            pci: self.pci.snapshot(),
+            pci: self.pci.snapshot(&self.reset_pci(config)),
             dma,
             vectors: self.vectors.iter().map(Option::is_some).collect(),
             doorbells,
@@ -146,7 +146,7 @@ impl NvmeFunction {
         let controller = Controller::restore(options(disk), registers.clone(), &dma.map(), disk.table(), saved);
         let controller = controller.map_err(|error| error.to_string())?;
         let mut function = NvmeFunction::with(config, parts, registers, dma, controller);
-        function.pci.restore(&record.pci).ok_or("its PCI function has another size")?;
+        function.pci.restore(&record.pci).ok_or("its PCI function has other registers")?;
         function.vectors = vectors;
         // The host may have missed the last interrupts of the other process.
         function.is_admin_call_pending = function.controller.is_processing();

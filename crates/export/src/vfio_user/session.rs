@@ -12,9 +12,9 @@ use std::time::{Duration, Instant};
 use blkyard_mq::DeviceInfo;
 use blkyard_sys::{Epoll, EventFd, EventFlags, PollFlags, Registered, is_ready, recv_fds, send_fds};
 use blkyard_wire::vfio_user::{
-    Command, DeviceFlags, DeviceRegions, DmaMapFlags, Frame, FrameError, FrameLimits, FrameReader, IrqAction, IrqData,
-    IrqFlags, IrqInfo, IrqSetRequest, MessageError, MessageHeader, MessageKind, RegionAccess, RegionFlags, RegionInfo,
-    VERSION, VfioCapabilities, VfioReply, VfioRequest, VfioVersion, irq_index, region_index,
+    DeviceFlags, DeviceRegions, DmaMapFlags, Frame, FrameError, FrameLimits, FrameReader, IrqAction, IrqData, IrqFlags,
+    IrqInfo, IrqSetRequest, MessageError, MessageHeader, MessageKind, RegionAccess, RegionFlags, RegionInfo,
+    RegionWrite, VERSION, VfioCapabilities, VfioReply, VfioRequest, VfioVersion, irq_index, region_index,
 };
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags};
@@ -22,7 +22,7 @@ use rustix::net::{RecvFlags, SendFlags};
 use super::device::NvmeFunction;
 use super::handover::{VfioSessionRecord, VfioSessionState};
 use super::memory::{MAPS_MAX, PAGE};
-use super::pci::{CONFIG_BYTES, MSIX_BYTES};
+use super::pci::{CONFIG_BYTES, MSIX_BYTES, PciFunction};
 use super::queue::{NvmeQueueSession, ReplyQueue};
 use super::{NvmeDisk, NvmeQueueRemote, VfioUserExport};
 use crate::core::{
@@ -432,7 +432,7 @@ impl VfioUserSession {
                 }
             }
             VfioRequest::DeviceGetRegionInfo { index, .. } => return invalid(format!("there is no region {index}")),
-            // As of a kernel, for a function without PCI Express. QEMU always asks, and warns of one that is not there.
+            // Errors of the link are not reported. QEMU always asks, and warns of an interrupt type that is not there.
             VfioRequest::DeviceGetIrqInfo { index: irq_index::ERR } => return Ok(Err((Errno::INVAL, String::new()))),
             VfioRequest::DeviceGetIrqInfo { index } if *index < IRQS => {
                 let (flags, count) = match *index {
@@ -476,9 +476,17 @@ impl VfioUserSession {
 
 /// Whether a command is answered only once the device is silent.
 fn needs_silence(frame: &Frame<OwnedFd>) -> bool {
-    [Command::DmaMap, Command::DmaUnmap, Command::DeviceReset]
-        .iter()
-        .any(|command| frame.header.command == *command as u16)
+    let is_reset = |access: &RegionAccess, bytes: &[u8]| {
+        access.region == region_index::CONFIG && PciFunction::is_reset(access.offset, bytes)
+    };
+    match VfioRequest::parse(frame.header.command, &frame.payload, frame.descriptors.len(), DATA_BYTES_MAX) {
+        Ok(VfioRequest::DmaMap(_) | VfioRequest::DmaUnmap(_) | VfioRequest::DeviceReset) => true,
+        Ok(VfioRequest::RegionWrite(access, bytes)) => is_reset(&access, bytes),
+        Ok(VfioRequest::RegionWriteMulti(writes)) => {
+            writes.iter().any(|RegionWrite { access, data }| is_reset(access, &data[..access.count as usize]))
+        }
+        _ => false,
+    }
 }
 
 fn errno_of(error: &MessageError) -> Errno {
@@ -556,7 +564,13 @@ fn write_region(
     bytes: &[u8],
 ) -> Result<Result<(), String>, VfioSessionError> {
     let written = match access.region {
-        region_index::CONFIG => function.pci.write_config(access.offset, bytes),
+        region_index::CONFIG => {
+            let written = function.pci.write_config(access.offset, bytes);
+            if written.is_some() && PciFunction::is_reset(access.offset, bytes) {
+                function.reset(config)?;
+            }
+            written
+        }
         MSIX_REGION => function.pci.write_msix(access.offset, bytes),
         region_index::BAR0 => {
             if let Err(why) = check_bar0(function, access) {
