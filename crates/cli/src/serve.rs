@@ -416,7 +416,7 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
         }
         control => control?,
     };
-    let tracking = track_latency(&daemon)?;
+    let tracking = LatencyTrackers::start(&daemon)?;
     say("ready");
 
     let mut errors = ErrorLog::new(daemon.devices.len());
@@ -473,12 +473,6 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
         drop(devices);
     }
     broken.map_or(Ok(()), |why| Err(ServeError::Broken(why)))
-}
-
-/// Starts the thread of the latency trackers. It ends with the daemon.
-fn track_latency(daemon: &Arc<Daemon>) -> std::io::Result<JoinHandle<()>> {
-    let daemon = Arc::clone(daemon);
-    std::thread::Builder::new().name("tracker".into()).spawn(move || daemon.trackers.run(&daemon))
 }
 
 /// There is no way back after a takeover: the guests are served, and the daemon cannot be inspected.

@@ -7,7 +7,9 @@
 //! Owned by the [`Daemon`]. A tracker decides nothing: the policies of paths measure for themselves, on their lanes.
 
 use std::collections::BTreeMap;
+use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use blkyard_mq::{DeviceInfo, DeviceTime, HwStats, LatencyWindow, OpClass, TrackerConfig};
@@ -53,6 +55,15 @@ pub fn usual_tracker(info: &DeviceInfo) -> TrackerConfig {
 }
 
 impl LatencyTrackers {
+    /// Starts the thread that closes the windows of a daemon, until [`LatencyTrackers::end`].
+    ///
+    /// # Errors
+    /// The system gives no thread.
+    pub fn start(daemon: &Arc<Daemon>) -> io::Result<JoinHandle<()>> {
+        let daemon = Arc::clone(daemon);
+        thread::Builder::new().name("tracker".into()).spawn(move || daemon.trackers.run(&daemon))
+    }
+
     /// Turns a device's tracker on with these settings, or off. What it had learned is forgotten.
     pub fn set(&self, device: usize, config: Option<TrackerConfig>) {
         let mut state = self.state();
@@ -73,14 +84,13 @@ impl LatencyTrackers {
         self.state().devices.get(&device).map(DeviceTracker::nodes).unwrap_or_default()
     }
 
-    /// Ends [`LatencyTrackers::run`].
+    /// Ends the thread.
     pub fn end(&self) {
         self.state().ends = true;
         self.changed.notify_all();
     }
 
-    /// Closes windows until [`LatencyTrackers::end`].
-    pub fn run(&self, daemon: &Daemon) {
+    fn run(&self, daemon: &Daemon) {
         let mut state = self.state();
         while !state.ends {
             let Some(end_ns) = state.devices.values().map(|tracker| tracker.end_ns).min() else {

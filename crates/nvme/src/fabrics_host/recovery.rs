@@ -280,8 +280,8 @@ impl FabricsHost {
         self.events.push_back(FabricsHostEvent::Retry(until_ns));
     }
 
-    /// The last controller says that associations up to this one have ended. Without effect while a lost one had another
-    /// controller: only time fences that.
+    /// The last controller says that associations up to this one have ended. Without effect while a lost one had
+    /// another controller: only time fences that.
     pub(super) fn fence_ended(&mut self, association: u64) {
         if !self.is_lost_elsewhere {
             self.fence(association, FenceEvidence::AssociationEnded);

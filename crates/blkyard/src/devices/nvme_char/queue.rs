@@ -41,8 +41,8 @@ impl CommandEnd {
                 }
                 _ => CommandEnd::Status(NvmeStatus(status)),
             },
-            // EINTR, EAGAIN, ENOMEM, EBUSY: cancelled by a reset of the controller, or not submitted. EIO: its queue was
-            // not enabled. EFAULT: a worker thread of the kernel, which starts commands that wait for the end of a
+            // EINTR, EAGAIN, ENOMEM, EBUSY: cancelled by a reset of the controller, or not submitted. EIO: its queue
+            // was not enabled. EFAULT: a worker thread of the kernel, which starts commands that wait for the end of a
             // reset, did not find their memory. It is mapped: Linux 6.12 with X32 may take such a worker for a thread
             // of 32 bits, and then cuts its addresses off.
             Err(errno @ (4 | 5 | 11 | 12 | 14 | 16)) => CommandEnd::Cancelled(ErrorCode::Errno(errno)),
