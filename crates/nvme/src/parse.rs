@@ -152,11 +152,12 @@ impl IoParser {
                 return Err(NvmeStatus::DATA_TRANSFER_ERROR.with_dnr());
             };
             let mut at = 0;
-            while at < span.len() {
+            // The data may be longer than its ranges.
+            while at < span.len() && left > 0 {
                 let len = (DSM_RANGE_BYTES - filled).min(span.len() - at);
                 span.part(at, len).copy_to_slice(&mut bytes[filled..filled + len]);
                 (at, filled) = (at + len, filled + len);
-                if filled == DSM_RANGE_BYTES && left > 0 {
+                if filled == DSM_RANGE_BYTES {
                     let words = [0, 8].map(|word| {
                         let mut field = [0; 8];
                         field.copy_from_slice(&bytes[word..word + 8]);

@@ -415,7 +415,13 @@ impl TcpIoQueue {
             TcpTransfer::InCapsule(_) if is_read => return Err(NvmeStatus::INVALID_FIELD.with_dnr()),
             TcpTransfer::InCapsule(given) | TcpTransfer::Transport(given) => given,
         };
-        if u64::from(given) == bytes { Ok(given) } else { Err(NvmeStatus::INVALID_DATA_SGL_LENGTH.with_dnr()) }
+        // Linux gives the ranges of Dataset Management a buffer of the most there can be, whatever their number.
+        let most = if sqe.opcode() == io::DSM { u64::from(Sqe::RANGES_MAX) * DSM_RANGE_BYTES as u64 } else { bytes };
+        if (bytes..=most).contains(&u64::from(given)) {
+            Ok(given)
+        } else {
+            Err(NvmeStatus::INVALID_DATA_SGL_LENGTH.with_dnr())
+        }
     }
 
     /// Gives a command memory for its data, or has it wait.

@@ -405,6 +405,14 @@ fn flushes_and_ranges_become_bios() {
     rig.receive(&pdu(with_data(Sqe::deallocate(1, 2)), &data));
     assert_eq!(rig.statuses(), [(3, NvmeStatus::SUCCESS)]);
     assert_eq!(rig.seen[2..], [(Op::Discard, 128, 16), (Op::Discard, 64, 8)]);
+    // Linux gives a buffer for 256 ranges, however many there are.
+    let padded = [&data[..], &vec![0; 4096 - data.len()]].concat();
+    for (bytes, status) in [(4096, NvmeStatus::SUCCESS), (16, NvmeStatus::INVALID_DATA_SGL_LENGTH.with_dnr())] {
+        let deallocate = Sqe::deallocate(1, 2).with_cid(3).with_data(Psdt::Sgl, [0, IN_CAPSULE + bytes]);
+        rig.receive(&pdu(deallocate, &padded[..bytes as usize]));
+        assert_eq!((rig.statuses(), rig.seen.len()), (vec![(3, status)], 6), "{bytes} bytes");
+    }
+    rig.seen.truncate(4);
     // A hint only.
     let mut hint = Sqe::deallocate(1, 2);
     hint.0[5] &= 0xffff_ffff;
