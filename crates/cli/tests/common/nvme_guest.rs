@@ -225,12 +225,15 @@ impl NvmeGuest {
     /// Sends an Abort for the command in this slot of queue 1. Returns whether it was aborted; then it is submitted
     /// again.
     pub fn abort(&mut self, slot: u16) -> bool {
-        let cid = |guest: &mut NvmeGuest| guest.queues.get_mut(&1).unwrap().driver_mut().queue.pair().cid(slot);
-        // Until then its request waits to be submitted.
-        while cid(self).is_none() {
-            self.round();
-        }
-        let cid = cid(self).unwrap();
+        let limit = Instant::now() + PATIENCE;
+        let cid = loop {
+            match self.queues.get_mut(&1).unwrap().driver_mut().queue.pair().cid(slot) {
+                Some(cid) => break cid,
+                // Its request waits to be submitted.
+                None => self.round(),
+            }
+            assert!(Instant::now() < limit, "slot {slot} gets no command");
+        };
         self.controller.submit_admin(Sqe::abort(1, cid), AdminData::None, 0, u64::MAX, now_ns()).unwrap();
         self.run("the abort is complete", |guest| !guest.results.is_empty());
         self.results.pop() == Some(0)
