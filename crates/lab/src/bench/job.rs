@@ -264,9 +264,10 @@ impl BenchJob {
         self.free.push(bio);
     }
 
-    /// Ends a round: publishes the counters, and changes the phase if it is time.
+    /// Changes the phase if it is time: after the ended bios of a round and before its new ones, so that nothing is
+    /// submitted after the time of the run.
     #[inline]
-    pub(crate) fn settle(&mut self, now_ns: u64) {
+    pub(crate) fn advance(&mut self, now_ns: u64) {
         if self.phase == JobPhase::Waiting {
             // Pairs with the store that opens it: the set-up before it is visible.
             if self.gate.open.load(Ordering::Acquire) {
@@ -275,14 +276,21 @@ impl BenchJob {
             }
             return;
         }
-        self.tallies.publish(&self.live, now_ns);
-        self.live.set_in_flight(self.in_flight);
         if now_ns >= self.until_ns && self.phase == JobPhase::Working || self.gate.stop.load(Ordering::Relaxed) {
             self.left = 0;
         }
         if self.left == 0 && self.phase != JobPhase::Over && (self.in_flight == 0 || self.is_abandoned()) {
+            // Its last bios are in the report.
+            self.publish(now_ns);
             self.end_phase();
         }
+    }
+
+    /// Publishes the counters, at the end of a round.
+    #[inline]
+    pub(crate) fn publish(&mut self, now_ns: u64) {
+        self.tallies.publish(&self.live, now_ns);
+        self.live.set_in_flight(self.in_flight);
     }
 
     #[cold]

@@ -35,6 +35,7 @@ impl<D: Driver<Cx>, Cx: ?Sized> Poller<Cx> for Own<D> {
     fn run_once(&mut self, cx: &mut Cx, now_ns: u64) -> PollerState {
         let Own { hw, job, region, .. } = self;
         let mut moved = hw.reap(cx, now_ns, &mut |bio| job.ended(bio, now_ns));
+        job.advance(now_ns);
         if job.is_ready() {
             // There is room for all bios of the job.
             while let Some(bio) = job.request(*region, now_ns) {
@@ -43,7 +44,7 @@ impl<D: Driver<Cx>, Cx: ?Sized> Poller<Cx> for Own<D> {
             }
         }
         moved += hw.issue(cx, now_ns);
-        job.settle(now_ns);
+        job.publish(now_ns);
         if moved > 0 || hw.has_work() || job.is_ready() {
             return PollerState::Busy;
         }

@@ -89,6 +89,7 @@ impl<D: Driver<Cx>, Cx: Context> Worker<D, Cx> {
                 ended.drain(..).for_each(|bio| job.ended(bio, now_ns));
                 worked_ns = now_ns;
             }
+            job.advance(now_ns);
             if job.is_ready() {
                 while let Some(bio) = job.request(*region, now_ns) {
                     queue.submit(bio);
@@ -96,7 +97,7 @@ impl<D: Driver<Cx>, Cx: Context> Worker<D, Cx> {
                 queue.ring(clock);
                 worked_ns = now_ns;
             }
-            job.settle(now_ns);
+            job.publish(now_ns);
         }
         self.queue.leave(clock, &mut |_| ());
     }
