@@ -33,8 +33,9 @@ enum StepKind {
     Check { arguments: &'static [&'static str], environment: &'static [(&'static str, &'static str)] },
     /// Rules that no tool of cargo checks.
     Tidy,
-    /// Tests that count themselves, chosen by these arguments.
-    Tests(&'static [&'static str]),
+    /// Tests that count themselves: the programs that these arguments of cargo choose, and in them the tests with one
+    /// of these words in their paths; all of them without words.
+    Tests { programs: &'static [&'static str], paths: &'static [&'static str] },
     /// No more work for an I/O than was recorded.
     Instructions,
     /// The models in `tests/TOOL*.rs` of any crate, built with `--cfg TOOL`.
@@ -68,7 +69,11 @@ pub const ALL: &[TestStep] = &[
             environment: &[("RUSTDOCFLAGS", "-D warnings")],
         },
     },
-    TestStep { name: "unit", sentence: "the tests of all crates pass", kind: StepKind::Tests(&[]) },
+    TestStep {
+        name: "unit",
+        sentence: "the tests of all crates pass",
+        kind: StepKind::Tests { programs: &[], paths: &[] },
+    },
     TestStep {
         name: "sim",
         sentence: "worlds drawn from seeds come to a good end, as many as half a minute allows",
@@ -104,24 +109,31 @@ pub const QUICK_UNIT: &[TestStep] = &[
     TestStep {
         name: "quick-unit",
         sentence: "the tests inside of all crates pass",
-        kind: StepKind::Tests(&["--lib", "--bins"]),
+        kind: StepKind::Tests { programs: &["--lib", "--bins"], paths: &[] },
     },
     TestStep {
         name: "quick-serve",
         sentence: "the daemon starts, refuses, ends and answers as it should",
-        kind: StepKind::Tests(&["--test", "serve", "--test", "sessions", "--test", "polite", "--test", "advice"]),
+        kind: StepKind::Tests {
+            programs: &["--test", "it"],
+            paths: &["serve::", "sessions::", "polite::", "advice::"],
+        },
     },
     TestStep {
         name: "quick-rings",
         sentence: "rings and requests of both sides are as the virtio document has them",
-        kind: StepKind::Tests(&[
-            "--test", "blk", "--test", "ring", "--test", "packed", "--test", "queue", "--test", "inflight",
-        ]),
+        kind: StepKind::Tests {
+            programs: &["--test", "it"],
+            paths: &["blk::", "ring::", "packed::", "queue::", "inflight::"],
+        },
     },
     TestStep {
         name: "quick-hostile",
         sentence: "hostile guests and front-ends bring nothing down",
-        kind: StepKind::Tests(&["--test", "hostile", "--test", "hostile_guest", "--test", "hostile_front_end"]),
+        kind: StepKind::Tests {
+            programs: &["--test", "it"],
+            paths: &["hostile::", "hostile_guest::", "hostile_front_end::"],
+        },
     },
 ];
 
@@ -143,11 +155,11 @@ pub fn run(step: &TestStep, root: &Path, log: &File, tests: &AtomicUsize) -> Res
             ensure!(findings.is_empty(), "{}", findings.join("\n"));
             Ok(Verdict::passed())
         }
-        StepKind::Tests(which) => {
+        StepKind::Tests { programs, paths } => {
             let mut command = cargo(root);
-            command.args(["test", "--workspace", "--no-fail-fast"]).args(*which);
+            command.args(["test", "--workspace", "--no-fail-fast"]).args(*programs).arg("--").args(*paths);
             let mut list = cargo(root);
-            list.args(["test", "--workspace"]).args(*which).args(["--", "--list"]);
+            list.args(["test", "--workspace"]).args(*programs).args(["--", "--list"]).args(*paths);
             let listed = logged(step.name, &list, log)?;
             check(&listed)?;
             tests.store(listed.stdout.lines().filter(|line| line.ends_with(": test")).count(), Ordering::Relaxed);

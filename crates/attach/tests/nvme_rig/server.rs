@@ -1,5 +1,6 @@
 //! Our own controller with a disk in memory, behind the server of the `vfio_user` crate. One thread handles messages,
 //! another polls the queues.
+#![expect(clippy::default_trait_access, reason = "the crate vfio_user does not export the types of its fields")]
 
 use std::collections::BTreeMap;
 use std::fs::File;

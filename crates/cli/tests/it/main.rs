@@ -1,0 +1,41 @@
+//! The tests of this crate from outside, in one program: a program each would take as long to link as to run.
+//!
+//! Beside it is the test of a daemon in this process whose thread panics.
+#![forbid(unsafe_code)]
+
+mod attached;
+#[path = "../common/back_end.rs"]
+mod back_end;
+#[path = "../common/mod.rs"]
+mod common;
+mod ending;
+mod figures;
+mod foreign_descriptors;
+#[path = "../common/fuse.rs"]
+mod fuse;
+#[path = "../common/guest.rs"]
+mod guest;
+mod hung_device;
+mod idle_exports;
+#[path = "../../../attach/tests/common/lossy.rs"]
+mod lossy;
+mod many_exports;
+mod multipath;
+mod nvme;
+mod nvme_abort;
+mod nvme_exports;
+#[path = "../common/nvme_guest.rs"]
+mod nvme_guest;
+mod nvme_namespaces;
+mod nvme_ports;
+mod nvme_takeover;
+mod nvme_tcp;
+mod nvme_waits;
+mod output;
+mod serve;
+mod takeover;
+#[path = "../common/tcp_host.rs"]
+mod tcp_host;
+mod virtqueues;
+#[path = "../../../attach/tests/common/wire.rs"]
+mod wire;

@@ -1,0 +1,160 @@
+//! One disk over two NVMe/TCP targets, as a user starts it: targets that are killed, that hang, and that come back amid
+//! verified writes.
+
+use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::path::Path;
+use std::process::Stdio;
+
+use rustix::process::Signal;
+
+use crate::common::{Daemon, Process, inspect, program, run, succeed, wait_until};
+
+const NQN: &str = "nqn.2026-11.test:paths";
+
+/// A disk in a daemon, two targets for it in a daemon each, and the daemon that has both as paths of its device.
+struct Rig<'a> {
+    folder: &'a Path,
+    addresses: [SocketAddr; 2],
+    targets: [Option<Daemon>; 2],
+    daemon: Daemon,
+    _disk: Daemon,
+}
+
+impl Rig<'_> {
+    fn start<'a>(folder: &'a Path, options: &str) -> Rig<'a> {
+        // Slow enough that a load is still running when something happens to a target.
+        let disk = ["--device", "ram:32M?share=on&mbps=40", "--export", "vhost-user-blk:d0?queues=4"];
+        let disk = [&["--control", "d"], &disk[..], &["--export", "vhost-user-blk:d1?queues=4"]].concat();
+        let disk = Daemon::start(folder, &disk);
+        // Free ports of an address that no other process uses: they stay free while a target is down.
+        let listeners = [0; 2].map(|_| TcpListener::bind((own_loopback(), 0)).unwrap());
+        let addresses = listeners.map(|listener| listener.local_addr().unwrap());
+        let targets = [0, 1].map(|path| Some(target(folder, addresses[path], path)));
+        let paths = addresses.map(|address| format!("nvme-tcp://{address}/{NQN}")).join(",");
+        let device = format!("multipath:{paths}?queues=2&keep_alive_s=1&reconnect_delay_s=1&{options}");
+        let words = ["--control", "c", "--lanes", "2", "--device", &device, "--export", "vhost-user-blk:s?queues=2"];
+        let daemon = Daemon::start(folder, &words);
+        Rig { folder, addresses, targets, daemon, _disk: disk }
+    }
+
+    fn path(&self, path: usize) -> serde_json::Value {
+        inspect(self.folder, &[])["devices"][0]["paths"][path].clone()
+    }
+
+    fn count(&self, path: usize, name: &str) -> u64 {
+        self.path(path)[name].as_u64().unwrap()
+    }
+
+    fn ios(&self) -> u64 {
+        (0..2).map(|path| self.count(path, "ios")).sum()
+    }
+
+    fn is_live(&self, path: usize) -> bool {
+        self.path(path)["state"] == "live"
+    }
+
+    /// Verified writes over both queues, which have begun.
+    fn load(&self) -> Process {
+        let before = self.ios();
+        let words = ["--numjobs", "2", "--iodepth", "16", "--rw", "randwrite", "--bs", "4k", "--verify", "crc32c"];
+        let words = [&["bench", "vhost-user:s?queues=2"], &words[..]].concat();
+        let load = Process::spawn(program(self.folder, &words).stdout(Stdio::null()));
+        wait_until("there is I/O", || self.ios() > before);
+        load
+    }
+
+    /// Hangs a target, and begins a load of which it has a part. If the path is lost meanwhile, that has moved.
+    fn load_of_hung(&self, path: usize) -> Process {
+        let moved = self.count(path, "moved");
+        self.targets[path].as_ref().unwrap().hang();
+        let load = self.load();
+        wait_until("the hung target has I/O", || {
+            self.count(path, "in_flight") > 0 || self.count(path, "moved") > moved
+        });
+        load
+    }
+}
+
+/// A loopback address for this process.
+fn own_loopback() -> Ipv4Addr {
+    let [low, middle, high, _] = std::process::id().to_le_bytes();
+    Ipv4Addr::new(127, 64 | high, middle, low)
+}
+
+fn target(folder: &Path, address: SocketAddr, path: usize) -> Daemon {
+    let (device, export) = (format!("vhost-user:d{path}"), format!("nvme-tcp://{address}?nqn={NQN}"));
+    Daemon::start(folder, &["--control", &format!("t{path}"), "--device", &device, "--export", &export])
+}
+
+fn finish(mut load: Process) {
+    let status = load.ended();
+    assert!(status.success(), "the verified writes: {status}");
+}
+
+#[test]
+fn io_survives_each_target_killed_in_turn() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut rig = Rig::start(folder.path(), "policy=round-robin");
+    for path in [0, 1] {
+        let load = rig.load_of_hung(path);
+        let target = rig.targets[path].take().unwrap();
+        target.signal(Signal::KILL);
+        drop(target);
+        wait_until("the path is lost", || !rig.is_live(path));
+        finish(load);
+        assert!(rig.count(path, "moved") > 0, "no I/O was moved");
+        let load = rig.load();
+        rig.targets[path] = Some(target_again(&rig, path));
+        wait_until("the path is live again", || rig.is_live(path));
+        finish(load);
+        let before = rig.count(path, "ios");
+        finish(rig.load());
+        assert!(rig.count(path, "ios") > before, "the path is not used again");
+    }
+    rig.daemon.stop();
+}
+
+fn target_again(rig: &Rig, path: usize) -> Daemon {
+    let _ = std::fs::remove_file(rig.folder.join(format!("t{path}")));
+    target(rig.folder, rig.addresses[path], path)
+}
+
+#[test]
+fn a_hung_target_delays_io_and_fails_none() {
+    let folder = tempfile::tempdir().unwrap();
+    let rig = Rig::start(folder.path(), "timeout_s=2");
+    finish(rig.load_of_hung(0));
+    wait_until("the path is lost", || !rig.is_live(0));
+    assert!(rig.count(0, "moved") > 0, "no I/O was moved");
+    finish(rig.load());
+    let text = succeed(rig.folder, &["inspect", "--control", "c"]);
+    assert!(text.contains("policy adaptive") && text.contains("path 1: nvme-tcp://"), "{text}");
+    rig.targets[0].as_ref().unwrap().signal(Signal::CONT);
+    wait_until("the path is live again", || rig.is_live(0));
+    finish(rig.load());
+    rig.daemon.stop();
+}
+
+#[test]
+fn policy_is_set_and_shown() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let device = ["--device", "multipath:null:64M,null:64M?policy=numa", "--export", "vhost-user-blk:s"];
+    let daemon = Daemon::start(folder, &[&["--control", "c"], &device[..]].concat());
+    let reads = || {
+        succeed(folder, &["bench", "vhost-user:s", "--rw", "read", "--size", "4M"]);
+        let paths = inspect(folder, &[])["devices"][0]["paths"].clone();
+        [0, 1].map(|path| paths[path]["ios"].as_u64().unwrap())
+    };
+    let numa = reads();
+    assert!(numa[0] > 0 && numa[1] == 0, "{numa:?}");
+    succeed(folder, &["set", "--control", "c", "device:0", "policy=round-robin"]);
+    let both = reads();
+    assert!(both[0] > numa[0] && both[1] > 0, "{both:?}");
+    let text = succeed(folder, &["inspect", "--control", "c"]);
+    assert!(text.contains("policy round-robin") && text.contains("path 1: null:64M, live, "), "{text}");
+    let refused = run(folder, &["set", "--control", "c", "device:0", "policy=best"]);
+    let error = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(!refused.status.success() && error.contains("queue-depth"), "{error}");
+    daemon.stop();
+}

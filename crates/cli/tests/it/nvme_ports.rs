@@ -1,0 +1,109 @@
+//! Several ports of one NVMe subsystem in a daemon: two paths to the same namespaces, with ANA states that change
+//! while hosts are connected.
+
+use std::net::SocketAddr;
+use std::path::Path;
+
+use blkyard_nvme::{
+    ANA_LOG, AnaLog, AnaState, IdentifyController, IdentifyNamespace, NvmeStatus, Sqe, admin, cns, feature, io,
+};
+use blkyard_wire::nvme_tcp::Pdu;
+
+use crate::common::{Daemon, inspect, run, succeed, wait_until};
+use crate::tcp_host::TcpHost;
+
+const NQN: &str = "nqn.2026-11.test:disk";
+const HOST: &str = "nqn.2026-11.test:host";
+
+/// A daemon with two ports of a subsystem, and their addresses.
+fn two_ports(folder: &Path, options: [&str; 2]) -> (Daemon, [SocketAddr; 2]) {
+    let exports = options.map(|options| format!("nvme-tcp://127.0.0.1:0?nqn={NQN}{options}"));
+    let words = ["--control", "c", "--device", "ram:16M?share=on", "--export", &exports[0], "--export", &exports[1]];
+    let daemon = Daemon::start(folder, &words);
+    let address = |port: usize| {
+        let tree = inspect(folder, &[]);
+        tree["exports"][port]["session"]["target"]["address"].as_str().map(|address| address.parse().unwrap())
+    };
+    wait_until("both ports listen", || address(0).is_some() && address(1).is_some());
+    (daemon, [0, 1].map(|port| address(port).unwrap()))
+}
+
+fn identify(host: &mut TcpHost, what: u8, nsid: u32) -> [u8; 4096] {
+    host.admin.succeed(Sqe::identify(what, nsid, 0, 0), &[], 4096).try_into().unwrap()
+}
+
+/// State of each ANA group at a port, as a host reads it.
+fn states(host: &mut TcpHost) -> Vec<(u32, AnaState)> {
+    let page = host.admin.succeed(Sqe::get_log_page(ANA_LOG, 0, 0, 64, 0), &[], 256);
+    AnaLog::parse(&page).unwrap().groups.iter().map(|group| (group.id, group.state)).collect()
+}
+
+#[test]
+fn two_ports_are_one_subsystem() {
+    let folder = tempfile::tempdir().unwrap();
+    let (daemon, addresses) = two_ports(folder.path(), [""; 2]);
+    let mut hosts = addresses.map(|address| TcpHost::connect(address, NQN, HOST, None, 1));
+    assert_ne!(hosts[0].controller, hosts[1].controller);
+    let mut known = None;
+    for host in &mut hosts {
+        let controller = IdentifyController::parse(&identify(host, cns::CONTROLLER, 0));
+        assert_eq!((controller.controller_id, controller.multipath), (host.controller, 0b1011));
+        let namespace = IdentifyNamespace::parse(&identify(host, cns::NAMESPACE, 1));
+        assert_eq!((namespace.sharing, namespace.ana_group), (1, 1));
+        let same = (controller.serial, controller.subsystem, identify(host, cns::NAMESPACE_IDS, 1));
+        assert_eq!(*known.get_or_insert(same), same);
+    }
+    hosts[0].io[0].write(1, 8, &[7; 4096]);
+    assert_eq!(hosts[1].io[0].read(1, 8, 4096), [7; 4096]);
+    daemon.stop();
+}
+
+#[test]
+fn ana_state_of_a_port_changes_while_hosts_are_connected() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let (daemon, addresses) = two_ports(folder, ["&ana_group=3", "&ana_group=3&ana_state=non-optimized"]);
+    let [mut one, mut other] = addresses.map(|address| TcpHost::connect(address, NQN, HOST, None, 2));
+    assert_eq!(states(&mut one), [(3, AnaState::Optimized)]);
+    assert_eq!(states(&mut other), [(3, AnaState::NonOptimized)]);
+    for host in [&mut one, &mut other] {
+        host.admin.succeed(Sqe::feature(admin::SET_FEATURES, feature::ASYNC_EVENTS, 1 << 11), &[], 0);
+        host.io[1].write(1, 0, &[5; 4096]);
+    }
+    for (state, status) in [
+        (AnaState::Inaccessible, NvmeStatus::ANA_INACCESSIBLE),
+        (AnaState::Change, NvmeStatus::ANA_TRANSITION),
+        (AnaState::PersistentLoss, NvmeStatus::ANA_LOSS),
+        (AnaState::Optimized, NvmeStatus::SUCCESS),
+    ] {
+        one.admin.submit(Sqe::new(admin::ASYNC_EVENT, 0), &[], 0);
+        let setting = format!("ana_state={}", state.name());
+        let said = succeed(folder, &["set", "--control", "c", "export:0", &setting]);
+        assert!(said.contains(&format!("ANA group 3 is {}; hosts are notified", state.name())), "{said}");
+        // In force at once, on each queue, and at this port only.
+        for queue in &mut one.io {
+            assert_eq!(queue.run(Sqe::with_blocks(io::WRITE, 1, 0, 8, 0), &[6; 4096], 0).status, status);
+            assert_eq!(queue.run(Sqe::new(io::FLUSH, 1), &[], 0).status, status);
+        }
+        let expected = if status.is_success() { 6 } else { 5 };
+        assert_eq!(other.io[0].read(1, 0, 4096), [expected; 4096], "{state:?}");
+        let Some((Pdu::CapsuleResp(cqe), _)) = one.admin.next() else { panic!("no event") };
+        assert_eq!(cqe[0] as u32, 2 | 3 << 8 | u32::from(ANA_LOG) << 16);
+        assert_eq!(states(&mut one), [(3, state)]);
+        let ana = &inspect(folder, &[])["exports"][0]["session"]["target"]["ana"];
+        assert_eq!((ana[0]["group"].as_u64(), ana[0]["state"].as_str()), (Some(3), Some(state.name())));
+    }
+    let text = succeed(folder, &["inspect", "--control", "c"]);
+    assert!(text.contains("ANA group 3 is non-optimized; namespaces 1"), "{text}");
+    for (words, why) in [
+        (&["ana_state=lost"][..], "persistent-loss"),
+        (&["ana_group=3"], "add ana_state"),
+        (&["ana_group=4", "ana_state=change"], "in [3]"),
+    ] {
+        let refused = run(folder, &[&["set", "--control", "c", "export:1"], words].concat());
+        let error = String::from_utf8_lossy(&refused.stderr);
+        assert!(!refused.status.success() && error.contains(why), "{error}");
+    }
+    assert_eq!(states(&mut other), [(3, AnaState::NonOptimized)]);
+    daemon.stop();
+}

@@ -1,0 +1,281 @@
+//! NVMe/TCP exports of a daemon as a user starts it: connections, associations, and hostile hosts beside honest ones.
+
+use std::io::Write;
+use std::net::{SocketAddr, TcpStream};
+use std::path::Path;
+
+use blkyard_nvme::fabrics::{ANY_CONTROLLER, DISCOVERY_NQN, fabrics_status};
+use blkyard_nvme::registers::{CSTS, ControllerConfig};
+use blkyard_nvme::{
+    DISCOVERY_LOG, DiscoveryEntry, DiscoveryKind, IdentifyController, NvmeStatus, Sqe, admin, cns, feature, io,
+};
+use blkyard_wire::nvme_tcp::{FatalStatus, Framing, H2cData, Pdu};
+
+use crate::common::{Daemon, inspect, run, succeed, wait_until};
+use crate::tcp_host::{TcpHost, TcpQueue, enabled};
+
+const NQN: &str = "nqn.2026-11.test:disk";
+const HOST: &str = "nqn.2026-11.test:host";
+
+/// A daemon with a subsystem, and its address.
+fn serve(folder: &Path, devices: &[&str], options: &str, words: &[&str]) -> (Daemon, SocketAddr) {
+    // A free port; nobody else on this machine asks for it meanwhile.
+    let address = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let export = |number: usize| {
+        let options = if number == 0 { format!("?nqn={NQN}{options}") } else { String::new() };
+        format!("nvme-tcp://{address}{options}")
+    };
+    let exports: Vec<_> = (0..devices.len()).map(export).collect();
+    let mut arguments = vec!["--control", "c"];
+    for (device, export) in devices.iter().zip(&exports) {
+        arguments.extend(["--device", device, "--export", export]);
+    }
+    arguments.extend(words);
+    (Daemon::start(folder, &arguments), address)
+}
+
+fn pattern(bytes: usize, seed: u8) -> Vec<u8> {
+    (0..bytes).map(|at| (at / 512) as u8 ^ seed ^ at as u8).collect()
+}
+
+fn hosts(folder: &Path) -> usize {
+    inspect(folder, &[])["exports"][0]["session"]["target"]["hosts"].as_array().unwrap().len()
+}
+
+fn io_queues(folder: &Path) -> u64 {
+    inspect(folder, &[])["exports"][0]["session"]["io_queues"].as_u64().unwrap()
+}
+
+#[test]
+fn files_are_namespaces_of_a_subsystem() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    for (name, bytes) in [("a.img", 64 << 20), ("b.img", 32 << 20)] {
+        std::fs::File::create(folder.join(name)).unwrap().set_len(bytes).unwrap();
+    }
+    let (daemon, address) = serve(folder, &["a.img", "b.img"], "&serial=S1", &["--lanes", "2"]);
+    let greeting = daemon.greeting.join("\n");
+    let connect = format!("nvme connect -t tcp -a 127.0.0.1 -s {} -n {NQN}", address.port());
+    assert!(greeting.contains(&connect) && greeting.contains("namespace 2: b.img"), "{greeting}");
+    let mut host = TcpHost::connect(address, NQN, HOST, None, 4);
+    let page = host.admin.succeed(Sqe::identify(cns::CONTROLLER, 0, 0, 0), &[], 4096);
+    let identify = IdentifyController::parse(&page.try_into().unwrap());
+    assert_eq!((identify.controller_id, identify.namespaces, &identify.serial[..3]), (host.controller, 2, &b"S1 "[..]));
+    for round in 0..3 {
+        for (number, queue) in host.io.iter_mut().enumerate() {
+            for bytes in [512, 4096, 8192, 16 << 10, 128 << 10] {
+                for nsid in [1, 2] {
+                    let data = pattern(bytes, (round * 8 + number * 2) as u8 + nsid as u8);
+                    queue.write(nsid, 1024, &data);
+                    assert!(queue.read(nsid, 1024, bytes as u32) == data, "{bytes} bytes of namespace {nsid}");
+                }
+            }
+            queue.succeed(Sqe::new(io::FLUSH, 1), &[], 0);
+        }
+    }
+    let session = &inspect(folder, &[])["exports"][0]["session"];
+    assert_eq!((session["io_queues"].as_u64(), session["target"]["nqn"].as_str()), (Some(4), Some(NQN)));
+    assert_eq!(session["target"]["hosts"][0]["nqn"].as_str(), Some(HOST));
+    let text = succeed(folder, &["inspect", "--control", "c"]);
+    assert!(text.contains(HOST) && text.contains("I/O queues connected: 4"), "{text}");
+    // What one host wrote is in the file once it is flushed.
+    drop(host);
+    wait_until("the association ends", || hosts(folder) == 0 && io_queues(folder) == 0);
+    daemon.stop();
+    let image = std::fs::read(folder.join("b.img")).unwrap();
+    assert!(image[1024 * 512..][..128 << 10] == pattern(128 << 10, 2 * 8 + 3 * 2 + 2));
+}
+
+#[test]
+fn each_command_is_answered_while_the_lane_falls_asleep() {
+    // A command that needs no device at first, at any time: a write that asks for its data, and an invalid one.
+    let folder = tempfile::tempdir().unwrap();
+    let (daemon, address) = serve(folder.path(), &["null:1G"], "", &["--spin-us", "0"]);
+    let mut host = TcpHost::connect(address, NQN, HOST, None, 1);
+    let data = pattern(16 << 10, 1);
+    for round in 0..2000_u32 {
+        (0..round % 50).for_each(|_| std::hint::spin_loop());
+        host.io[0].write(1, 0, &data);
+        let refused = host.io[0].run(Sqe::new(0x99, 1), &[], 0);
+        assert_eq!(refused.status, NvmeStatus::INVALID_OPCODE.with_dnr());
+    }
+    daemon.stop();
+}
+
+#[test]
+fn discovery_log_names_subsystem_and_referrals() {
+    let folder = tempfile::tempdir().unwrap();
+    let (daemon, address) = serve(folder.path(), &["null:1G"], "&referrals=127.0.0.9:8009&hosts=nqn.other", &[]);
+    let mut queue = TcpQueue::initialized(address);
+    let answer = queue.connect(NQN, HOST, 0, ANY_CONTROLLER, 0);
+    assert_eq!((answer.status, answer.result), (fabrics_status::INVALID_HOST.with_dnr(), 512 | 1 << 16));
+    let answer = queue.connect(DISCOVERY_NQN, HOST, 0, ANY_CONTROLLER, 0);
+    assert!(answer.status.is_success(), "{answer:?}");
+    let early = queue.run(Sqe::get_log_page(DISCOVERY_LOG, 0, 0, 256, 0), &[], 1024);
+    assert_eq!(early.status, NvmeStatus::COMMAND_SEQUENCE.with_dnr());
+    queue.set_config(enabled());
+    let log = queue.succeed(Sqe::get_log_page(DISCOVERY_LOG, 0, 0, 768, 0), &[], 3072);
+    assert_eq!(log[8..16], [2, 0, 0, 0, 0, 0, 0, 0]);
+    let entries: Vec<_> =
+        log.chunks_exact(1024).skip(1).map(|entry| DiscoveryEntry::parse(entry.try_into().unwrap()).unwrap()).collect();
+    let [subsystem, referral] = &entries[..] else { panic!("{entries:?}") };
+    assert_eq!((subsystem.kind, subsystem.subsystem.as_str()), (DiscoveryKind::Subsystem, NQN));
+    assert_eq!((subsystem.address, subsystem.port), (address.ip(), address.port()));
+    assert_eq!((referral.kind, referral.port), (DiscoveryKind::Referral, 8009));
+    daemon.stop();
+}
+
+#[test]
+fn hostile_connection_gets_its_term_req_and_costs_no_other() {
+    let folder = tempfile::tempdir().unwrap();
+    let (daemon, address) = serve(folder.path(), &["ram:64M"], "", &[]);
+    let mut honest = TcpHost::connect(address, NQN, HOST, None, 2);
+    let data = H2cData { cccid: 1, ttag: 0, offset: 0, len: 512, is_last: true };
+    let h2c = [Pdu::H2cData(data).encode(Framing::PLAIN).bytes(), &[0; 512]].concat();
+    let mut check = |name: &str, mut queue: TcpQueue, bytes: &[u8], status: FatalStatus, information: u32| {
+        queue.send(bytes);
+        let term = queue.term_req();
+        assert_eq!((term.status, term.information), (status as u16, information), "{name}");
+        let data = pattern(4096, 7);
+        honest.io[1].write(1, 8, &data);
+        assert_eq!(honest.io[0].read(1, 8, 4096), data, "{name}");
+    };
+    // CVE-2026-22998, before Connect and on an I/O queue; CVE-2026-89969: a second ICReq.
+    check("data before Connect", TcpQueue::initialized(address), &h2c, FatalStatus::InvalidHeaderField, 10);
+    let mut second = [0; 128];
+    (second[2], second[4]) = (128, 128);
+    check("second ICReq", TcpQueue::initialized(address), &second, FatalStatus::SequenceError, 0);
+    check("command before ICReq", TcpQueue::open(address), &[4, 0, 72, 0, 72, 0, 0, 0], FatalStatus::SequenceError, 0);
+    check(
+        "unknown type",
+        TcpQueue::initialized(address),
+        &[0x30, 0, 8, 0, 8, 0, 0, 0],
+        FatalStatus::InvalidHeaderField,
+        0,
+    );
+    let mut other = TcpHost::connect(address, NQN, "nqn.hostile", None, 1);
+    check("data on an I/O queue", other.io.remove(0), &h2c, FatalStatus::InvalidHeaderField, 10);
+    check("data on an admin queue", other.admin, &h2c, FatalStatus::InvalidHeaderField, 10);
+    // CVE-2023-5178, CVE-2026-46135: connections that end at each point.
+    for point in 0..4 {
+        let mut queue = TcpQueue::open(address);
+        if point > 0 {
+            queue = TcpQueue::initialized(address);
+        }
+        if point > 1 {
+            queue.connect(NQN, HOST, 0, ANY_CONTROLLER, 0);
+        }
+        if point > 2 {
+            queue.submit(Sqe::identify(cns::CONTROLLER, 0, 0, 0), &[], 4096);
+        }
+    }
+    let data = pattern(4096, 9);
+    honest.io[0].write(1, 0, &data);
+    assert_eq!(honest.io[1].read(1, 0, 4096), data);
+    wait_until("the hostile associations end", || hosts(folder.path()) == 1 && io_queues(folder.path()) == 2);
+    daemon.stop();
+}
+
+#[test]
+fn idle_connections_keep_no_host_out() {
+    let folder = tempfile::tempdir().unwrap();
+    let (daemon, address) = serve(folder.path(), &["null:1G"], "", &[]);
+    let mut honest = TcpHost::connect(address, NQN, HOST, None, 1);
+    // Peers that send nothing, or half an ICReq.
+    let mut idle: Vec<_> = (0..1000).map(|_| TcpStream::connect(address).unwrap()).collect();
+    idle.iter_mut().step_by(2).for_each(|stream| drop(stream.write_all(&[0, 0, 128])));
+    honest.io[0].read(1, 0, 4096);
+    let mut late = TcpHost::connect(address, NQN, "nqn.late", None, 1);
+    late.io[0].read(1, 0, 4096);
+    honest.io[0].read(1, 8, 4096);
+    // The oldest were disconnected.
+    let mut first = idle.swap_remove(0);
+    first.set_read_timeout(Some(crate::common::PATIENCE)).unwrap();
+    let end = std::io::Read::read(&mut first, &mut [0; 16]);
+    assert!(matches!(end, Ok(0)) || end.is_err_and(|error| error.kind() == std::io::ErrorKind::ConnectionReset));
+    daemon.stop();
+}
+
+#[test]
+fn connect_to_the_same_controller_ends_the_old_association() {
+    let folder = tempfile::tempdir().unwrap();
+    let (daemon, address) = serve(folder.path(), &["ram:64M"], "", &[]);
+    let mut old = TcpHost::connect(address, NQN, HOST, None, 2);
+    old.io[0].write(1, 0, &pattern(4096, 1));
+    let mut new = TcpHost::connect(address, NQN, HOST, Some(old.controller), 2);
+    assert_eq!(new.controller, old.controller);
+    // Connections of the old one are closed: what is sent there has no effect.
+    new.io[1].write(1, 0, &pattern(4096, 2));
+    for queue in &mut old.io {
+        queue.submit(Sqe::with_blocks(io::WRITE, 1, 0, 8, 0), &pattern(4096, 3), 0);
+        assert_eq!(queue.next(), None);
+    }
+    assert_eq!(old.admin.next(), None);
+    assert_eq!(new.io[0].read(1, 0, 4096), pattern(4096, 2));
+    // Another host cannot end it.
+    let refused = TcpQueue::initialized(address).connect(NQN, "nqn.other", 0, new.controller, 0);
+    assert_eq!(refused.status, fabrics_status::CONTROLLER_BUSY);
+    assert_eq!(new.io[0].read(1, 0, 4096), pattern(4096, 2));
+    daemon.stop();
+}
+
+#[test]
+fn keep_alive_timeout_ends_an_association() {
+    let folder = tempfile::tempdir().unwrap();
+    let (daemon, address) = serve(folder.path(), &["ram:64M"], "", &[]);
+    let mut other = TcpHost::connect(address, NQN, "nqn.other", None, 1);
+    let mut quiet = TcpQueue::initialized(address);
+    let controller = quiet.connect(NQN, HOST, 0, ANY_CONTROLLER, 4000).result as u16;
+    quiet.set_config(enabled());
+    let mut queue = TcpQueue::initialized(address);
+    assert!(queue.connect(NQN, HOST, 1, controller, 0).status.is_success());
+    // Without Keep Alive both connections end; the one of another host stays.
+    assert_eq!((quiet.next(), queue.next()), (None, None));
+    other.io[0].write(1, 0, &pattern(512, 1));
+    assert_eq!(other.io[0].read(1, 0, 512), pattern(512, 1));
+    daemon.stop();
+}
+
+#[test]
+fn reset_and_shutdown_end_the_io_queues() {
+    let folder = tempfile::tempdir().unwrap();
+    let (daemon, address) = serve(folder.path(), &["ram:64M"], "", &[]);
+    let mut host = TcpHost::connect(address, NQN, HOST, None, 2);
+    host.admin.set_config(ControllerConfig { enabled: false, ..enabled() });
+    wait_until("the controller is reset", || host.admin.property(CSTS) == 0);
+    for queue in &mut host.io {
+        assert_eq!(queue.next(), None);
+    }
+    host.admin.set_config(enabled());
+    let mut queue = TcpQueue::initialized(address);
+    assert!(queue.connect(NQN, HOST, 1, host.controller, 0).status.is_success());
+    queue.write(1, 0, &pattern(512, 1));
+    host.admin.set_config(ControllerConfig { shutdown: 1, ..enabled() });
+    wait_until("the controller is shut down", || host.admin.property(CSTS) & 0xc == 8);
+    assert_eq!(queue.next(), None);
+    daemon.stop();
+}
+
+#[test]
+fn growth_is_announced_to_the_host() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    std::fs::File::create(folder.join("a.img")).unwrap().set_len(1 << 20).unwrap();
+    let (daemon, address) = serve(folder, &["a.img"], "", &[]);
+    let mut host = TcpHost::connect(address, NQN, HOST, None, 2);
+    host.admin.succeed(Sqe::feature(admin::SET_FEATURES, feature::ASYNC_EVENTS, 1 << 8), &[], 0);
+    host.admin.submit(Sqe::new(admin::ASYNC_EVENT, 0), &[], 0);
+    let beyond = Sqe::with_blocks(io::READ, 1, 2048, 8, 0);
+    assert_eq!(host.io[0].run(beyond, &[], 4096).status, NvmeStatus::LBA_OUT_OF_RANGE.with_dnr());
+    succeed(folder, &["set", "--control", "c", "device:0", "size=2M"]);
+    let Some((Pdu::CapsuleResp(cqe), _)) = host.admin.next() else { panic!("no event") };
+    assert_eq!(cqe[0] as u32, 2 | 4 << 16);
+    for queue in &mut host.io {
+        assert_eq!(queue.read(1, 2048, 4096), [0; 4096]);
+    }
+    // A takeover is refused, and changes nothing.
+    let refused = run(folder, &["serve", "--takeover", "c"]);
+    assert!(!refused.status.success() && String::from_utf8_lossy(&refused.stderr).contains("over TCP"));
+    assert_eq!(host.io[0].read(1, 2048, 4096), [0; 4096]);
+    daemon.stop();
+}

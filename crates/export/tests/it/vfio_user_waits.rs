@@ -1,0 +1,117 @@
+//! Commands of a vfio-user client that need a silent device, while the device hangs: only their own replies wait.
+
+use std::os::fd::AsFd;
+
+use blkyard_mq::Op;
+use blkyard_wire::vfio_user::{DmaUnmapRequest, RegionAccess, VfioRequest};
+
+use crate::common::nvme::{file, map, read};
+use crate::common::{AdminHost, AnyDevice, Gate, NvmeWorld, RawClient, Seen, until};
+
+/// The pending change of the connected client.
+fn waits(world: &NvmeWorld) -> Option<&'static str> {
+    Some(world.server().status().session()?.waits?.0)
+}
+
+/// Sends a command without waiting for its reply.
+fn begin(host: &AdminHost, id: u16, request: &VfioRequest<'_>) {
+    host.client.send(&request.encode(id, false), &[]);
+}
+
+/// Takes the next reply, which must be a success, and returns its id.
+fn replied(host: &AdminHost) -> u16 {
+    let (id, result) = host.client.receive().expect("the connection is open");
+    result.unwrap();
+    id
+}
+
+#[test]
+fn registers_are_served_while_an_unmap_waits() {
+    let gate = Gate::shut();
+    let world = NvmeWorld::new(&AnyDevice::gated(&gate), 2, 1);
+    let mut host = AdminHost::stuck(&world, &gate);
+    begin(&host, 1000, &VfioRequest::DmaUnmap(DmaUnmapRequest::All));
+    until("the unmap waits", || waits(&world) == Some("a change of the client's memory"));
+    // Replies come with their own ids: that of the unmap is not among them.
+    assert_eq!(host.csts(), 1);
+    // A controller reset is accepted, and waits for the device, too.
+    host.write(0x14, &[0, 0, 0x46, 0]);
+    (0..20).for_each(|_| assert_eq!(host.csts(), 1));
+    let view = world.server().status().session().unwrap();
+    assert_eq!((view.dma_maps, gate.held()), (1, 1), "the memory of the write is mapped");
+    // Commands that change the memory, or reset the function, have their turn.
+    begin(&host, 1001, &VfioRequest::DeviceReset);
+    let memory = file(0x1000);
+    host.client.send(&map(AdminHost::BASE, 0x1000, 0).encode(1002, false), &[memory.as_fd()]);
+    begin(&host, 1003, &read(0, 0x1c, 4));
+    assert!(!host.client.is_readable(std::time::Duration::from_millis(100)));
+    assert_eq!(gate.held(), 1);
+    gate.set_shut(false);
+    assert_eq!([(); 4].map(|()| replied(&host)), [1000, 1001, 1002, 1003]);
+    assert_eq!(waits(&world), None);
+    let ended = gate.seen().iter().position(|seen| *seen == Seen::Ended(Op::Write, 0)).unwrap();
+    let unmapped = gate.seen().iter().rposition(|seen| *seen == Seen::Memory(0)).unwrap();
+    assert!(ended < unmapped, "{:?}", gate.seen());
+    drop(host);
+    world.stop();
+}
+
+#[test]
+fn client_that_leaves_is_noticed_while_its_unmap_waits() {
+    for commands in 0..3 {
+        let gate = Gate::shut();
+        let world = NvmeWorld::new(&AnyDevice::gated(&gate), 2, 1);
+        let host = AdminHost::stuck(&world, &gate);
+        (0..commands).for_each(|id| begin(&host, id, &VfioRequest::DmaUnmap(DmaUnmapRequest::All)));
+        if commands > 0 {
+            until("the unmap waits", || waits(&world).is_some());
+        }
+        drop(host);
+        until("its end is noticed", || waits(&world) == Some("the end of the session"));
+        // The next client is served when the device is silent.
+        let next = RawClient::connect(&world.path);
+        next.send(&RawClient::version(0, 1).encode(1, false), &[]);
+        assert!(!next.is_readable(std::time::Duration::from_millis(100)));
+        assert_eq!((gate.held(), world.server().status().sessions()), (1, 1));
+        gate.set_shut(false);
+        assert!(next.receive().unwrap().1.is_ok());
+        drop(next);
+        world.stop();
+    }
+}
+
+#[test]
+fn export_ends_while_a_change_waits() {
+    let gate = Gate::shut();
+    let world = NvmeWorld::new(&AnyDevice::gated(&gate), 2, 1);
+    let host = AdminHost::stuck(&world, &gate);
+    begin(&host, 1, &VfioRequest::DeviceReset);
+    until("the reset waits", || waits(&world) == Some("a reset by the client"));
+    world.server().ask_to_stop();
+    std::thread::sleep(std::time::Duration::from_millis(50));
+    assert!(!world.server().is_finished(), "the write is in flight");
+    gate.set_shut(false);
+    world.stop();
+    drop(host);
+}
+
+#[test]
+fn doorbells_ring_no_queue_while_a_change_waits() {
+    let gate = Gate::shut();
+    let world = NvmeWorld::new(&AnyDevice::gated(&gate), 2, 1);
+    let host = AdminHost::stuck(&world, &gate);
+    let memory = file(0x1000);
+    host.client.send(&map(0x100_0000, 0x1000, 0).encode(1, false), &[memory.as_fd()]);
+    until("the map waits", || waits(&world).is_some());
+    host.put(2, 1, blkyard_nvme::Sqe::new(blkyard_nvme::io::FLUSH, 1).with_cid(7));
+    let doorbell = RegionAccess { offset: 0x1080, region: 0, count: 4 };
+    begin(&host, 2, &VfioRequest::RegionWrite(doorbell, &[2, 0, 0, 0]));
+    assert_eq!(replied(&host), 2);
+    assert_eq!(host.status(3, 0), None);
+    gate.set_shut(false);
+    assert_eq!(replied(&host), 1);
+    // Both commands are executed, and the session goes on.
+    until("the queue continues", || [0, 1].iter().all(|index| host.status(3, *index) == Some(0)));
+    drop(host);
+    world.stop();
+}

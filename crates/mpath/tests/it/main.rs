@@ -1,0 +1,5 @@
+//! The tests of this crate from outside, in one program.
+#![forbid(unsafe_code)]
+
+mod adaptive;
+mod failover;

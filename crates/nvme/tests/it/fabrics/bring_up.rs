@@ -1,0 +1,225 @@
+//! Bring-up, discovery, events, keep-alive and disconnect.
+
+use blkyard_mq::{FenceEvidence, Op, QueueCounts, Status};
+use blkyard_nvme::fabrics::{ANY_CONTROLLER, DISCOVERY_NQN, Nqn, fabrics_status};
+use blkyard_nvme::{
+    AnaState, ControllerState, DiscoveryEntry, DiscoveryKind, DiscoveryLog, FabricsData, FabricsHostError,
+    FabricsHostEvent, NvmeStatus, Sqe, admin,
+};
+
+use crate::fabrics::rig::{MS, Rig, config};
+use crate::fabrics::target::BLOCKS;
+
+fn ana(states: &[u8]) -> Vec<u8> {
+    let mut bytes = vec![0; 16];
+    bytes[8] = states.len() as u8;
+    for (number, state) in states.iter().enumerate() {
+        let mut group = [0; 32];
+        (group[0], group[16]) = (number as u8 + 1, *state);
+        bytes.extend(group);
+    }
+    bytes
+}
+
+#[test]
+fn a_controller_is_brought_up_step_by_step() {
+    let mut rig = Rig::live(config(), 2);
+    let want = [
+        "connect 0 ffff",
+        "identify 1",
+        "identify 6",
+        "feature 7",
+        "feature 11",
+        "identify 2",
+        "identify 3",
+        "identify 0",
+        "connect 1 1",
+        "connect 2 1",
+    ];
+    assert_eq!(rig.target.log, want);
+    assert_eq!((rig.host.queue_counts(), rig.host.controller_id()), (Some(QueueCounts::only(2)), Some(1)));
+    assert_eq!(rig.host.namespaces()[0].info.capacity_sectors, BLOCKS);
+    rig.submit(1, Op::Write, 3, 0xab);
+    rig.submit(2, Op::Write, 4, 0xcd);
+    rig.run_until(|rig| rig.ended.len() == 2);
+    rig.submit(2, Op::Read, 3, 0);
+    rig.submit(1, Op::Read, 4, 0);
+    rig.submit(1, Op::Flush, 0, 0);
+    rig.run_until(|rig| rig.ended.len() == 5);
+    assert_eq!(rig.statuses(), [Status::Ok; 5]);
+    assert_eq!((rig.value(2, 3), rig.value(1, 4)), (0xab, 0xcd));
+}
+
+#[test]
+fn digests_are_used_on_all_queues() {
+    let mut config = config();
+    (config.header_digest, config.data_digest) = (true, true);
+    let mut rig = Rig::live(config, 1);
+    rig.submit(1, Op::Write, 3, 0xab);
+    rig.run_until(|rig| rig.ended.len() == 1);
+    assert_eq!(rig.statuses(), [Status::Ok]);
+}
+
+#[test]
+fn keep_alive_is_sent_at_half_its_timeout_or_without_traffic() {
+    for by_traffic in [false, true] {
+        let mut rig = Rig::new(config());
+        rig.target.behaviour.by_traffic = by_traffic;
+        rig.host.start(0);
+        rig.run_until(|rig| rig.host.state() == ControllerState::Live);
+        rig.run_for(60_000);
+        let sent = rig.target.controllers[&1].keep_alives;
+        // A minute with 5 s of keep-alive: each 2.5 s, or 1.25 s.
+        let want = if by_traffic { 40..=50 } else { 20..=25 };
+        assert!(want.contains(&sent), "{sent} with by_traffic {by_traffic}");
+        assert_eq!(rig.host.state(), ControllerState::Live);
+    }
+}
+
+#[test]
+fn events_rescan_namespaces_and_read_the_ana_log() {
+    let mut rig = Rig::new(config());
+    rig.target.behaviour.ana = Some(ana(&[1, 2]));
+    rig.host.start(0);
+    rig.run_until(|rig| rig.host.state() == ControllerState::Live);
+    assert_eq!(rig.host.ana_state(1), Some(AnaState::Optimized));
+    rig.run_for(100);
+    rig.target.behaviour.namespaces = vec![1, 2];
+    rig.target.event(2 | 4 << 16);
+    rig.run_until(|rig| rig.host.namespaces().len() == 2);
+    assert_eq!(
+        [1, 2, 3].map(|nsid| rig.host.ana_state(nsid)),
+        [Some(AnaState::Optimized), Some(AnaState::NonOptimized), None]
+    );
+    rig.target.behaviour.ana = Some(ana(&[3, 1]));
+    rig.run_for(100);
+    rig.target.event(2 | 3 << 8 | 0x0c << 16);
+    rig.run_until(|rig| rig.host.ana_state(1) == Some(AnaState::Inaccessible));
+    assert_eq!(rig.host.ana_state(2), Some(AnaState::Optimized));
+    assert_eq!(rig.count(|event| *event == FabricsHostEvent::AnaChanged), 1);
+    // In transition for longer than twice ANATT: the association is made anew.
+    rig.target.behaviour.ana = Some(ana(&[0xf, 1]));
+    rig.run_for(100);
+    rig.target.event(2 | 3 << 8 | 0x0c << 16);
+    rig.run_until(|rig| rig.count(|event| *event == FabricsHostEvent::Lost(FabricsHostError::AnaTransition)) == 1);
+    rig.target.behaviour.ana = Some(ana(&[1, 1]));
+    rig.run_until(|rig| rig.host.state() == ControllerState::Live);
+}
+
+#[test]
+fn a_malformed_ana_log_is_no_association() {
+    let mut rig = Rig::new(config());
+    rig.target.behaviour.ana = Some(ana(&[1, 9]));
+    rig.host.start(0);
+    rig.run_for(5000);
+    assert_eq!(rig.host.error(), Some(FabricsHostError::Malformed("ANA log")));
+    assert_eq!(rig.host.state(), ControllerState::Connecting);
+}
+
+#[test]
+fn a_disconnect_shuts_the_controller_down_first() {
+    let mut rig = Rig::live(config(), 2);
+    rig.host.disconnect(rig.now_ns);
+    rig.run_until(|rig| rig.events.last() == Some(&FabricsHostEvent::Over));
+    assert_eq!((rig.host.state(), rig.target.controllers[&1].shutdowns), (ControllerState::DeletingNoIo, 1));
+    assert_eq!(rig.count(|event| *event == FabricsHostEvent::Fenced(1, FenceEvidence::AssociationEnded)), 1);
+    rig.submit(1, Op::Read, 0, 0);
+    rig.run_until(|rig| rig.ended.len() == 1);
+    assert_eq!(rig.statuses(), [Status::Path]);
+}
+
+#[test]
+fn a_hung_target_delays_a_disconnect_for_a_bounded_time() {
+    let mut rig = Rig::live(config(), 1);
+    rig.target.connections.iter_mut().for_each(|connection| connection.hangs = true);
+    let start_ns = rig.now_ns;
+    rig.host.disconnect(rig.now_ns);
+    rig.run_until(|rig| rig.events.last() == Some(&FabricsHostEvent::Over));
+    assert!(rig.now_ns - start_ns < 12_000 * MS);
+    assert_eq!(rig.count(|event| matches!(event, FabricsHostEvent::Fenced(..))), 0, "the target has not answered");
+}
+
+#[test]
+fn a_final_refusal_ends_it_and_others_are_retried() {
+    let refuse = |statuses: &[NvmeStatus]| {
+        let mut rig = Rig::new(config());
+        rig.target.behaviour.refuse = statuses.iter().map(|status| (0, *status)).collect();
+        rig.host.start(0);
+        rig.run_for(8000);
+        rig
+    };
+    let rig = refuse(&[fabrics_status::CONTROLLER_BUSY; 5]);
+    assert_eq!((rig.host.state(), rig.host.association()), (ControllerState::Live, 6));
+    let status = fabrics_status::INVALID_HOST.with_dnr();
+    let rig = refuse(&[status]);
+    let error = FabricsHostError::Command { command: "Connect", status };
+    assert_eq!((rig.host.state(), rig.host.error(), rig.host.association()), (ControllerState::Dead, Some(error), 1));
+    assert_eq!(rig.events.last(), Some(&FabricsHostEvent::Over));
+}
+
+#[test]
+fn a_target_that_wants_authentication_is_left() {
+    let mut rig = Rig::new(config());
+    rig.target.behaviour.authenticates = true;
+    rig.host.start(0);
+    rig.run_for(1000);
+    assert_eq!(rig.host.error(), Some(FabricsHostError::Authentication));
+}
+
+#[test]
+fn a_controller_that_does_not_become_ready_is_tried_again() {
+    let mut rig = Rig::new(config());
+    rig.target.behaviour.never_ready = true;
+    rig.host.start(0);
+    rig.run_for(20_000);
+    assert_eq!(rig.host.state(), ControllerState::Connecting);
+    assert!((4..=14).contains(&rig.host.association()), "{}", rig.host.association());
+    rig.target.behaviour.never_ready = false;
+    rig.run_until(|rig| rig.host.state() == ControllerState::Live);
+}
+
+#[test]
+fn admin_commands_of_the_user_end_also_with_the_association() {
+    let mut rig = Rig::live(config(), 0);
+    let identify = Sqe::identify(1, 0, 0, 0);
+    rig.host.submit_admin(identify, FabricsData::Read(4096), 5, 1000 * MS, rig.now_ns).unwrap();
+    rig.run_until(|rig| rig.count(|event| matches!(event, FabricsHostEvent::Completed { user: 5, .. })) == 1);
+    let event = |rig: &Rig| rig.events.last().cloned().unwrap();
+    assert!(matches!(event(&rig), FabricsHostEvent::Completed { data: Some(_), status: NvmeStatus::SUCCESS, .. }));
+    // An event request never ends by itself.
+    rig.host.submit_admin(Sqe::new(admin::ASYNC_EVENT, 0), FabricsData::None, 6, 100_000 * MS, rig.now_ns).unwrap();
+    rig.run_for(100);
+    rig.cut();
+    rig.run_until(|rig| rig.count(|event| matches!(event, FabricsHostEvent::Completed { user: 6, .. })) == 1);
+    assert_eq!(rig.host.submit_admin(identify, FabricsData::None, 7, 1, rig.now_ns), Err(7));
+}
+
+#[test]
+fn a_discovery_log_is_read_in_parts_and_unusable_entries_are_counted() {
+    let entry = DiscoveryEntry {
+        kind: DiscoveryKind::Subsystem,
+        subsystem: Nqn::new("nqn.2026-11.example:disk").unwrap(),
+        address: "192.0.2.1".parse().unwrap(),
+        port: 4420,
+        port_id: 1,
+        controller_id: ANY_CONTROLLER,
+        admin_entries: 32,
+        no_flow_control: false,
+        requires_tls: false,
+    };
+    for (count, mdts) in [(0, 0), (1, 0), (64, 0), (130, 0), (130, 1)] {
+        let mut config = config();
+        config.subsystem = Nqn::new(DISCOVERY_NQN).unwrap();
+        let mut rig = Rig::new(config);
+        let entries: Vec<_> = (0..count).map(|port| DiscoveryEntry { port: port + 1, ..entry.clone() }).collect();
+        rig.target.behaviour.discovery = Some(DiscoveryLog::new(7, &entries));
+        rig.target.behaviour.mdts = mdts;
+        rig.host.start(0);
+        rig.run_until(|rig| rig.host.state() == ControllerState::Live);
+        let found = rig.events.iter().find_map(|event| match event {
+            FabricsHostEvent::Discovered(found, others) => Some((found.clone(), *others)),
+            _ => None,
+        });
+        assert_eq!(found, Some((entries, 0)), "{count} entries");
+    }
+}

@@ -1,0 +1,9 @@
+//! The host side of fabrics against a target in memory: bring-up, failures and error recovery, discovery, and walks.
+
+mod alloc;
+mod bring_up;
+mod failure;
+mod real;
+mod rig;
+mod target;
+mod walk;
