@@ -6,6 +6,7 @@
 
 use std::ffi::OsString;
 use std::fs;
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
@@ -108,10 +109,10 @@ impl<'a> Vm<'a> {
         }
     }
 
-    /// Adds a network card, eth0, with the loopback of the host behind 10.0.2.2. Connections to a port of the host's
-    /// loopback go to a port of the guest, each a pair of this list.
-    pub fn network(mut self, forwarded: &[(u16, u16)]) -> Self {
-        let forward = |(host, guest): &(u16, u16)| format!(",hostfwd=tcp:127.0.0.1:{host}-:{guest}");
+    /// Adds a network card, eth0, with the loopback of the host behind 10.0.2.2. Connections to an address of
+    /// the host's loopback go to a port of the guest, each a pair of this list.
+    pub fn network(mut self, forwarded: &[(SocketAddr, u16)]) -> Self {
+        let forward = |(host, guest): &(SocketAddr, u16)| format!(",hostfwd=tcp:{host}-:{guest}");
         self.network = Some(forwarded.iter().map(forward).collect());
         self
     }

@@ -1,6 +1,6 @@
 //! NVMe over TCP: our host on the target of Linux, over QEMU's user network, and on one of ours that is killed.
 
-use std::net::TcpListener;
+use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 
 use anyhow::{Context, Result, ensure};
 
@@ -30,7 +30,7 @@ const NQN: &str = "nqn.2026-11.test:disk";
 
 fn restart(ground: &ScenarioContext) -> Result<()> {
     const KILLS: usize = 2;
-    let address = format!("127.0.0.1:{}", free_port()?);
+    let address = free_address()?;
     let image = ground.image("disk.img", 64 * MIB)?;
     let mut command = ground.program.command()?;
     command.args(["serve", "--device", &format!("file:{}", image.path.display())]);
@@ -62,15 +62,18 @@ fn restart(ground: &ScenarioContext) -> Result<()> {
     Ok(())
 }
 
-/// A port of the loopback that nobody uses.
-fn free_port() -> Result<u16> {
-    let listener = TcpListener::bind("127.0.0.1:0").context("no port of 127.0.0.1 is free")?;
-    Ok(listener.local_addr()?.port())
+/// An address with a free port. Its loopback address is of this process alone: of 127.0.0.1 any other program could
+/// get the port before the target listens to it, or while it is restarted.
+fn free_address() -> Result<SocketAddr> {
+    let [low, high, ..] = std::process::id().to_le_bytes();
+    let address = Ipv4Addr::new(127, 1, high, low);
+    let listener = TcpListener::bind((address, 0)).with_context(|| format!("no port of {address} is free"))?;
+    Ok(listener.local_addr()?)
 }
 
 fn host(ground: &ScenarioContext) -> Result<()> {
     const PORT: u16 = 4420;
-    let port = free_port()?;
+    let address = free_address()?;
     let task = format!(
         "set -e
         modprobe brd rd_nr=1 rd_size=65536
@@ -91,10 +94,10 @@ fn host(ground: &ScenarioContext) -> Result<()> {
         # Until its plug is pulled.
         sleep 1000"
     );
-    let mut machine = Vm::new(ground.guest, 2).network(&[(port, PORT)]).start(&task)?;
+    let mut machine = Vm::new(ground.guest, 2).network(&[(address, PORT)]).start(&task)?;
     machine.wait_for_output(|output| output.contains("listens\n"))?;
     for options in ["", "&header_digest=on&data_digest=on"] {
-        let device = format!("nvme-tcp://127.0.0.1:{port}/{NQN}?queues=2{options}");
+        let device = format!("nvme-tcp://{address}/{NQN}?queues=2{options}");
         for pattern in ["randwrite", "randread"] {
             let mut bench = ground.program.command()?;
             bench.args(["bench", &device, "--rw", pattern, "--verify", "crc32c", "--size", "32m"]);

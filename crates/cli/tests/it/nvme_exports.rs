@@ -122,6 +122,10 @@ fn settings_change_under_nvme_io() {
         &["--device", "file:disk.img", "--export", "vfio-user:n?queues=4", "--lanes", "2", "--stats", "1"],
     );
     let load = NvmeLoad::start(folder.join("n"), 4);
+    let held = || {
+        let queues = export(folder, 0)["queues"].as_array().unwrap().clone();
+        queues.iter().map(|queue| queue["counters"]["held"].as_u64().unwrap()).sum::<u64>()
+    };
     for (words, said) in [
         (["daemon", "lanes=1"], "2 queues moved"),
         (["daemon", "lanes=4"], "3 queues moved"),
@@ -129,7 +133,7 @@ fn settings_change_under_nvme_io() {
         (["daemon", "lanes=2"], "2 now"),
         (["device:0", "scheduler=none"], "scheduler none"),
         (["export:0", "depth=2"], "at most 2 requests in flight"),
-        (["export:0", "iops_max=500"], "vfio-user:n"),
+        (["export:0", "iops_max=50"], "vfio-user:n"),
         (["export:0", "iops_max=off"], "vfio-user:n"),
         (["device:0", "bytes_per_s_max=40M"], "limited to bytes_per_s_max="),
         (["device:0", "bytes_per_s_max=off"], "device:0"),
@@ -140,11 +144,12 @@ fn settings_change_under_nvme_io() {
         let answer = set(folder, &words);
         assert!(answer.contains(said), "{words:?}: {answer}");
         load.wait_for_rounds(3);
+        if words[1] == "iops_max=50" {
+            // On a busy machine the load itself may be slower than the limit for a while.
+            wait_until("the limit holds requests back", || held() > 0);
+        }
     }
     assert_eq!(lanes(folder, 0)[..4], [0, 0, 1, 1]);
-    let held = |queue: &Value| queue["counters"]["held"].as_u64().unwrap();
-    let queues = export(folder, 0)["queues"].as_array().unwrap().clone();
-    assert!(queues.iter().map(held).sum::<u64>() > 0, "the limits held requests back");
     wait_until("a line of statistics", || {
         let line = daemon.next_line();
         line.contains("vfio-user:n: write ") && line.contains(" IOPS ")

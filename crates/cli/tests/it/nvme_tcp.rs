@@ -1,8 +1,9 @@
 //! NVMe/TCP exports of a daemon as a user starts it: connections, associations, and hostile hosts beside honest ones.
 
 use std::io::Write;
-use std::net::{SocketAddr, TcpStream};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::path::Path;
+use std::sync::atomic::{AtomicU8, Ordering::Relaxed};
 
 use blkyard_nvme::fabrics::{ANY_CONTROLLER, DISCOVERY_NQN, fabrics_status};
 use blkyard_nvme::registers::{CSTS, ControllerConfig};
@@ -17,10 +18,18 @@ use crate::tcp_host::{TcpHost, TcpQueue, enabled};
 const NQN: &str = "nqn.2026-11.test:disk";
 const HOST: &str = "nqn.2026-11.test:host";
 
+/// An address with a free port. Its loopback address belongs to this call alone: of 127.0.0.1 any other program could
+/// get the port before the daemon listens to it, or while it is restarted.
+fn free_address() -> SocketAddr {
+    static CALLS: AtomicU8 = AtomicU8::new(0);
+    let [low, high, ..] = std::process::id().to_le_bytes();
+    let address = Ipv4Addr::new(127, 1 + CALLS.fetch_add(1, Relaxed) % 200, high, low);
+    TcpListener::bind((address, 0)).unwrap().local_addr().unwrap()
+}
+
 /// A daemon with a subsystem, and its address.
 fn serve(folder: &Path, devices: &[&str], options: &str, words: &[&str]) -> (Daemon, SocketAddr) {
-    // A free port; nobody else on this machine asks for it meanwhile.
-    let address = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let address = free_address();
     let export = |number: usize| {
         let options = if number == 0 { format!("?nqn={NQN}{options}") } else { String::new() };
         format!("nvme-tcp://{address}{options}")
@@ -55,7 +64,7 @@ fn files_are_namespaces_of_a_subsystem() {
     }
     let (daemon, address) = serve(folder, &["a.img", "b.img"], "&serial=S1", &["--lanes", "2"]);
     let greeting = daemon.greeting.join("\n");
-    let connect = format!("nvme connect -t tcp -a 127.0.0.1 -s {} -n {NQN}", address.port());
+    let connect = format!("nvme connect -t tcp -a {} -s {} -n {NQN}", address.ip(), address.port());
     assert!(greeting.contains(&connect) && greeting.contains("namespace 2: b.img"), "{greeting}");
     let mut host = TcpHost::connect(address, NQN, HOST, None, 4);
     let page = host.admin.succeed(Sqe::identify(cns::CONTROLLER, 0, 0, 0), &[], 4096);

@@ -2,8 +2,8 @@
 //! to break: connections that are cut, commands that are held.
 
 use std::io::{ErrorKind, Read, Write};
-use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -57,7 +57,11 @@ pub struct Target {
 
 impl Target {
     pub fn start() -> Target {
-        Target::at("127.0.0.1:0".parse().unwrap(), &Region::anonymous(DISK_BYTES).unwrap())
+        // A loopback address of its own: of 127.0.0.1 any other program could get the port while the target is gone.
+        static TARGETS: AtomicU8 = AtomicU8::new(0);
+        let [low, high, ..] = std::process::id().to_le_bytes();
+        let address = Ipv4Addr::new(127, 1 + TARGETS.fetch_add(1, SeqCst) % 200, high, low);
+        Target::at((address, 0).into(), &Region::anonymous(DISK_BYTES).unwrap())
     }
 
     /// A target at this address with this disk.

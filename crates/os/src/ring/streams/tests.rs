@@ -243,11 +243,21 @@ fn reset_fails_the_stream_once() {
     close(&mut ring, &inbox, stream);
 }
 
+/// A socket with a port of the loopback, and its address.
+fn bound() -> (std::os::fd::OwnedFd, SocketAddr) {
+    use rustix::net::{AddressFamily, SocketType, bind, getsockname, socket};
+    let socket = socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
+    bind(&socket, &"127.0.0.1:0".parse::<SocketAddr>().unwrap()).unwrap();
+    let address = getsockname(&socket).unwrap().try_into().unwrap();
+    (socket, address)
+}
+
 #[test]
 fn refused_connect_fails() {
     let mut ring = ring();
     let inbox = ring.stream_inbox();
-    let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    // Bound, so that nobody else gets the port, but without a listener.
+    let (_bound, address) = bound();
     let stream = ring.connect(&inbox, 0, address, LIMITS, later()).unwrap();
     let (_, event) = next(&mut ring, &inbox);
     assert!(matches!(&event, StreamEvent::Failed(error) if error.to_string().starts_with("connect: ")), "{event:?}");
@@ -256,11 +266,8 @@ fn refused_connect_fails() {
 
 /// A listening socket whose queue is full: the kernel drops later connection requests.
 fn silent() -> (std::os::fd::OwnedFd, SocketAddr, Vec<TcpStream>) {
-    use rustix::net::{AddressFamily, SocketType, bind, getsockname, listen, socket};
-    let listener = socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
-    bind(&listener, &"127.0.0.1:0".parse::<SocketAddr>().unwrap()).unwrap();
-    listen(&listener, 0).unwrap();
-    let address = getsockname(&listener).unwrap().try_into().unwrap();
+    let (listener, address) = bound();
+    rustix::net::listen(&listener, 0).unwrap();
     let queued = (0..8).map_while(|_| TcpStream::connect_timeout(&address, Duration::from_millis(100)).ok()).collect();
     (listener, address, queued)
 }
