@@ -222,18 +222,15 @@ impl NvmeGuest {
         self.round();
     }
 
-    /// Sends an Abort for the command in this slot of queue 1. Returns whether it was aborted; then it is submitted
-    /// again.
-    pub fn abort(&mut self, slot: u16) -> bool {
-        let limit = Instant::now() + PATIENCE;
-        let cid = loop {
-            match self.queues.get_mut(&1).unwrap().driver_mut().queue.pair().cid(slot) {
-                Some(cid) => break cid,
-                // Its request waits to be submitted.
-                None => self.round(),
-            }
-            assert!(Instant::now() < limit, "slot {slot} gets no command");
-        };
+    /// Sends an Abort for each command of queue 1. Returns how many were aborted; they are submitted again.
+    pub fn abort_all(&mut self) -> usize {
+        let queue = &self.queues.get_mut(&1).unwrap().driver_mut().queue;
+        // In whichever slots they are: a slot is reused first that was freed last.
+        let cids: Vec<_> = (0..queue.depth()).filter_map(|slot| queue.pair().cid(slot)).collect();
+        cids.into_iter().filter(|cid| self.abort(*cid)).count()
+    }
+
+    fn abort(&mut self, cid: u16) -> bool {
         self.controller.submit_admin(Sqe::abort(1, cid), AdminData::None, 0, u64::MAX, now_ns()).unwrap();
         self.run("the abort is complete", |guest| !guest.results.is_empty());
         self.results.pop() == Some(0)
