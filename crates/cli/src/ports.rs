@@ -8,15 +8,16 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use blkyard::spec::SpecError;
-use blkyard_export::{NvmeTcpAna, NvmeTcpDisk};
+use blkyard_export::{NvmeTcpAna, NvmeTcpDisk, PortAddresses};
 use blkyard_mq::DeviceInfo;
 use blkyard_nvme::fabrics::Nqn;
 
 use crate::error::ServeError;
 use crate::wanted::{Wanted, WantedTarget};
 
-/// Controller identifiers that the ports of each subsystem have.
+/// Addresses and controller identifiers that the ports of each subsystem have.
 pub(crate) struct SubsystemPorts {
+    addresses: Vec<(Nqn, Arc<PortAddresses>)>,
     taken: Vec<(Nqn, Range<u16>)>,
 }
 
@@ -26,7 +27,7 @@ impl SubsystemPorts {
     /// # Errors
     /// Two ports of a subsystem contradict each other.
     pub(crate) fn new(wanted: &[Wanted]) -> Result<SubsystemPorts, SpecError> {
-        let mut ports = SubsystemPorts { taken: Vec::new() };
+        let mut ports = SubsystemPorts { addresses: Vec::new(), taken: Vec::new() };
         let targets: Vec<_> =
             wanted.iter().filter_map(|want| want.target.as_ref().map(|target| (want, target))).collect();
         for (at, (want, target)) in targets.iter().enumerate() {
@@ -59,8 +60,8 @@ impl SubsystemPorts {
         let listener = TcpListener::bind(address).map_err(|source| {
             SpecError::new(name, format!("{address}: {source}"), "name an address of this machine and a free port")
         })?;
-        let port = listener.local_addr()?.port();
-        let first = first_controller.or_else(|| self.first_controller(&nqn, port)).ok_or_else(|| {
+        let local = listener.local_addr()?;
+        let first = first_controller.or_else(|| self.first_controller(&nqn, local.port())).ok_or_else(|| {
             let cause = format!("{nqn} has no controller identifiers left");
             SpecError::new(name, cause, "give it fewer ports, or set controller_ids=FIRST for each")
         })?;
@@ -68,10 +69,22 @@ impl SubsystemPorts {
         for (group, state) in states {
             ana.set(group, state);
         }
-        let disk = NvmeTcpDisk::new(nqn, namespaces, queues, serial).with_referrals(referrals);
+        let ports = self.addresses(&nqn);
+        ports.add(local);
+        let disk = NvmeTcpDisk::new(nqn, namespaces, queues, serial).with_referrals(referrals).with_ports(ports);
         let disk = disk.with_ana(Arc::clone(&ana)).with_first_controller(first);
         let disk = if let Some(hosts) = hosts { disk.with_hosts(hosts) } else { disk };
         Ok((disk, ana, listener))
+    }
+
+    /// The addresses of a subsystem, which its ports share.
+    fn addresses(&mut self, nqn: &Nqn) -> Arc<PortAddresses> {
+        if let Some((_, known)) = self.addresses.iter().find(|(known, _)| known == nqn) {
+            return Arc::clone(known);
+        }
+        let addresses = Arc::default();
+        self.addresses.push((nqn.clone(), Arc::clone(&addresses)));
+        addresses
     }
 
     /// The first controller identifier of a port that was given none. Daemons on different ports mostly differ.

@@ -4,13 +4,15 @@
 use std::net::SocketAddr;
 use std::path::Path;
 
+use blkyard_nvme::fabrics::{ANY_CONTROLLER, DISCOVERY_NQN};
 use blkyard_nvme::{
-    ANA_LOG, AnaLog, AnaState, IdentifyController, IdentifyNamespace, NvmeStatus, Sqe, admin, cns, feature, io,
+    ANA_LOG, AnaLog, AnaState, DISCOVERY_LOG, DiscoveryEntry, DiscoveryKind, IdentifyController, IdentifyNamespace,
+    NvmeStatus, Sqe, admin, cns, feature, io,
 };
 use blkyard_wire::nvme_tcp::Pdu;
 
 use crate::common::{Daemon, inspect, run, succeed, wait_until};
-use crate::tcp_host::TcpHost;
+use crate::tcp_host::{TcpHost, TcpQueue, enabled};
 
 const NQN: &str = "nqn.2026-11.test:disk";
 const HOST: &str = "nqn.2026-11.test:host";
@@ -55,6 +57,23 @@ fn two_ports_are_one_subsystem() {
     }
     hosts[0].io[0].write(1, 8, &[7; 4096]);
     assert_eq!(hosts[1].io[0].read(1, 8, 4096), [7; 4096]);
+    daemon.stop();
+}
+
+#[test]
+fn each_port_names_all_ports_of_its_subsystem() {
+    let folder = tempfile::tempdir().unwrap();
+    let (daemon, addresses) = two_ports(folder.path(), ["", ""]);
+    for [asked, other] in [addresses, [addresses[1], addresses[0]]] {
+        let mut queue = TcpQueue::initialized(asked);
+        assert!(queue.connect(DISCOVERY_NQN, HOST, 0, ANY_CONTROLLER, 0).status.is_success());
+        queue.set_config(enabled());
+        let log = queue.succeed(Sqe::get_log_page(DISCOVERY_LOG, 0, 0, 768, 0), &[], 3072);
+        let entries =
+            log.chunks_exact(1024).skip(1).map(|entry| DiscoveryEntry::parse(entry.try_into().unwrap()).unwrap());
+        let named: Vec<_> = entries.map(|entry| (entry.kind, (entry.address, entry.port).into())).collect();
+        assert_eq!(named, [(DiscoveryKind::Subsystem, asked), (DiscoveryKind::Subsystem, other)]);
+    }
     daemon.stop();
 }
 

@@ -6,6 +6,7 @@
 //!
 //! Left out: reservations, authentication, TLS, in-band changes of namespaces, handover to another process.
 
+mod addresses;
 mod ana;
 mod connection;
 mod queue;
@@ -27,6 +28,7 @@ use blkyard_nvme::{
 use crate::NvmeDisk;
 use crate::core::{self, ControlLoop, ExportedDisk};
 
+pub use addresses::PortAddresses;
 pub use ana::NvmeTcpAna;
 pub use queue::{NvmeTcpQueueSession, NvmeTcpQueueSetup};
 pub use session::{NvmeTcpError, NvmeTcpSession, NvmeTcpView};
@@ -62,6 +64,8 @@ pub struct NvmeTcpDisk {
     pub(crate) serial: String,
     pub(crate) hosts: Option<Vec<Nqn>>,
     pub(crate) referrals: Vec<SocketAddr>,
+    /// All ports of the subsystem.
+    pub(crate) ports: Arc<PortAddresses>,
     /// ANA groups at this port; unset without ANA.
     pub(crate) ana: Option<Arc<NvmeTcpAna>>,
     /// The first of its controller identifiers.
@@ -87,6 +91,7 @@ impl NvmeTcpDisk {
             serial: serial.into(),
             hosts: None,
             referrals: Vec::new(),
+            ports: Arc::default(),
             ana: None,
             first_controller: 1,
         }
@@ -119,6 +124,12 @@ impl NvmeTcpDisk {
     #[must_use]
     pub fn with_referrals(self, referrals: Vec<SocketAddr>) -> NvmeTcpDisk {
         NvmeTcpDisk { referrals, ..self }
+    }
+
+    /// The same, with the other ports of the subsystem in its discovery log.
+    #[must_use]
+    pub fn with_ports(self, ports: Arc<PortAddresses>) -> NvmeTcpDisk {
+        NvmeTcpDisk { ports, ..self }
     }
 
     /// The same with asymmetric access: the groups at this port.
@@ -223,7 +234,8 @@ fn discovery_entries(disk: &NvmeTcpDisk, local: SocketAddr) -> Vec<DiscoveryEntr
         no_flow_control: true,
         requires_tls: false,
     };
-    let mut entries = vec![entry(Subsystem, disk.nqn.clone(), local, local.port())];
+    let ports = disk.ports.seen_from(local).into_iter();
+    let mut entries: Vec<_> = ports.map(|port| entry(Subsystem, disk.nqn.clone(), port, port.port())).collect();
     for address in &disk.referrals {
         if let Some(discovery) = Nqn::new(DISCOVERY_NQN) {
             entries.push(entry(Referral, discovery, *address, address.port()));
