@@ -1,9 +1,11 @@
-//! NVMe over TCP: our host on the target of Linux, over QEMU's user network, and on one of ours that is killed.
+//! NVMe over TCP: our host on the target of Linux and Linux' host on ours, over QEMU's user network, and both ends ours
+//! with a target that is killed.
 
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 
 use anyhow::{Context, Result, ensure};
 
+use super::pci::{SHELL, program_folder};
 use super::{CLIENT_LIMIT, MIB, RunsIn, Scenario, ScenarioContext};
 use crate::process::{self, Running};
 use crate::server::ReadyServer;
@@ -24,9 +26,17 @@ pub const SCENARIOS: &[Scenario] = &[
         ours: true,
         tell: restart,
     },
+    Scenario {
+        name: "nvme-tcp-target",
+        sentence: "Linux finds and verifies two disks over two ports of our target, through resets, ANA changes, a lost port and mkfs",
+        place: RunsIn::Guest,
+        ours: true,
+        tell: target,
+    },
 ];
 
 const NQN: &str = "nqn.2026-11.test:disk";
+const HOST_NQN: &str = "nqn.2026-11.test:host";
 
 fn restart(ground: &ScenarioContext) -> Result<()> {
     const KILLS: usize = 2;
@@ -107,4 +117,97 @@ fn host(ground: &ScenarioContext) -> Result<()> {
     }
     drop(machine);
     Ok(())
+}
+
+fn target(ground: &ScenarioContext) -> Result<()> {
+    let ports = [guest_port(0)?, guest_port(1)?];
+    let images = [ground.image("a.img", 64 * MIB)?, ground.image("b.img", 64 * MIB)?];
+    let mut command = ground.program.command()?;
+    command.arg("serve");
+    for (image, options) in images.iter().zip([format!("?nqn={NQN}"), String::new()]) {
+        command.args(["--device", &format!("file:{}?share=on", image.path.display())]);
+        for port in ports {
+            command.args(["--export", &format!("nvme-tcp://127.0.0.1:{port}{options}")]);
+        }
+    }
+    let control = ground.path("control.sock");
+    command.arg("--control").arg(&control);
+    let running = ReadyServer::start_command(&command, std::slice::from_ref(&control), &ground.log)?;
+    let [first, second] = ports;
+    let task = format!(
+        "{SHELL}
+        modprobe -a nvme_tcp ext4
+        exec 2>&1
+        at() {{ what=$1 port=$2; shift 2; nvme $what -t tcp -a 10.0.2.2 -s $port --hostnqn={HOST_NQN} $*; }}
+        on() {{ at connect $1 -n {NQN} --nr-io-queues=2 >/dev/null; }}
+        # States of all paths, those that are equal once.
+        states() {{ cat /sys/class/nvme/nvme*/nvme*c*n*/ana_state | sort -u | tr '\\n' ' '; }}
+        until_states() {{ until [ \"$(states)\" = \"$1\" ]; do sleep 0.1; done; }}
+        paths() {{ cat /sys/class/nvme/nvme*/state | tr '\\n' ' '; }}
+        ready() {{ until [ -b /dev/nvme0n1 ] && [ -b /dev/nvme0n2 ]; do sleep 0.1; done; }}
+        # Linux numbers disks as it finds them, in no order.
+        disk() {{ echo /dev/$(basename $(dirname $(grep -lx $1 /sys/block/nvme0n*/nsid))); }}
+        at discover {first} >/tmp/discovered
+        for port in {first} {second}; do
+            grep -q \"trsvcid: $port\" /tmp/discovered || {{ cat /tmp/discovered; exit 1; }}
+        done
+        on {first}
+        on {second}
+        ready
+        until_states 'optimized '
+        load='--bs 4k --iodepth 16 --numjobs 2 --size 8m --verify crc32c'
+        for disk in 1 2; do blkyard bench file:$(disk $disk) --rw randwrite $load; done
+        echo verified
+        (while [ ! -e /tmp/enough ]; do blkyard bench file:$(disk 1) --rw randwrite $load; done) &
+        loads=$!
+        for n in 1 2 3; do
+            for control in /sys/class/nvme/nvme*/reset_controller; do echo 1 >$control; sleep 0.3; done
+        done
+        until [ \"$(paths)\" = 'live live ' ]; do sleep 0.1; done
+        until_states 'optimized '
+        echo reset
+        until_states 'inaccessible optimized '
+        echo first is away
+        until_states 'inaccessible non-optimized '
+        echo second alone
+        until_states 'optimized '
+        nvme disconnect -d nvme1 >/dev/null
+        touch /tmp/enough
+        wait $loads
+        echo loads verified
+        mkfs.ext4 -q $(disk 1) 32m
+        nvme disconnect -n {NQN} >/dev/null
+        on {first}
+        ready
+        mkdir /tmp/mounted
+        mount -t ext4 $(disk 1) /tmp/mounted
+        umount /tmp/mounted
+        echo again"
+    );
+    let mut machine = Vm::new(ground.guest, 2).network(&[]).folder(program_folder(ground)?).start(&task)?;
+    for (said, settings) in [
+        ("reset\n", &[("export:0", "inaccessible")][..]),
+        ("first is away\n", &[("export:1", "non-optimized")]),
+        ("second alone\n", &[("export:0", "optimized"), ("export:1", "optimized")]),
+    ] {
+        machine.wait_for_output(|output| output.ends_with(said))?;
+        for (export, state) in settings {
+            let mut set = ground.program.command()?;
+            set.arg("set").arg("--control").arg(&control).args([export, &format!("ana_state={state}")[..]]);
+            process::succeed("blkyard set", &set, CLIENT_LIMIT)?;
+        }
+    }
+    let output = machine.wait()?.success()?;
+    let expected = "verified\nreset\nfirst is away\nsecond alone\nloads verified\nagain\n";
+    ensure!(output == expected, "the guest says:\n{output}");
+    running.stop()?;
+    Ok(())
+}
+
+/// A free port of 127.0.0.1, the only address of this machine that a guest's user network reaches. It is below those
+/// that the kernel gives to connections, so that none of theirs takes it before the target does.
+fn guest_port(number: u16) -> Result<u16> {
+    let first = 10_000 + (std::process::id() % 5_000) as u16 * 4 + 2 * number;
+    let mut free = (first..first + 2).filter(|port| TcpListener::bind((Ipv4Addr::LOCALHOST, *port)).is_ok());
+    free.next().with_context(|| format!("ports {first} and {} of 127.0.0.1 are in use", first + 1))
 }
