@@ -28,7 +28,7 @@ pub const SCENARIOS: &[Scenario] = &[
     },
     Scenario {
         name: "nvme-tcp-target",
-        sentence: "Linux finds and verifies two disks over two ports of our target, through resets, ANA changes, a lost port and mkfs",
+        sentence: "Linux finds and verifies two disks over two ports of our target, through a discard, resets, ANA changes, a lost port and mkfs",
         place: RunsIn::Guest,
         ours: true,
         tell: target,
@@ -157,6 +157,7 @@ fn target(ground: &ScenarioContext) -> Result<()> {
         until_states 'optimized '
         load='--bs 4k --iodepth 16 --numjobs 2 --size 8m --verify crc32c'
         for disk in 1 2; do blkyard bench file:$(disk $disk) --rw randwrite $load; done
+        /usr/sbin/blkdiscard $(disk 2)
         echo verified
         (while [ ! -e /tmp/enough ]; do blkyard bench file:$(disk 1) --rw randwrite $load; done) &
         loads=$!
@@ -200,6 +201,7 @@ fn target(ground: &ScenarioContext) -> Result<()> {
     let output = machine.wait()?.success()?;
     let expected = "verified\nreset\nfirst is away\nsecond alone\nloads verified\nagain\n";
     ensure!(output == expected, "the guest says:\n{output}");
+    ensure!(images[1].allocated()? == 0, "the discard of Linux left {} bytes", images[1].allocated()?);
     running.stop()?;
     Ok(())
 }
