@@ -33,6 +33,13 @@ pub const SCENARIOS: &[Scenario] = &[
         ours: true,
         tell: target,
     },
+    Scenario {
+        name: "nvme-tcp-policies",
+        sentence: "adaptive keeps to the fast one of two paths over TCP, measured beside the policies of Linux in the same guest",
+        place: RunsIn::Guest,
+        ours: true,
+        tell: policies,
+    },
 ];
 
 const NQN: &str = "nqn.2026-11.test:disk";
@@ -204,6 +211,58 @@ fn target(ground: &ScenarioContext) -> Result<()> {
     ensure!(images[1].allocated()? == 0, "the discard of Linux left {} bytes", images[1].allocated()?);
     running.stop()?;
     Ok(())
+}
+
+/// Linux and we as hosts of the same two ports, one of a device of 20 ms.
+fn policies(ground: &ScenarioContext) -> Result<()> {
+    let ports = [guest_port(0)?, guest_port(1)?];
+    let mut targets = Vec::new();
+    for (port, options) in ports.into_iter().zip(["", "?latency_us=20000"]) {
+        let mut command = ground.program.command()?;
+        command.args(["serve", "--device", &format!("null:1G{options}"), "--control", "none", "--export"]);
+        // Identifiers of controllers must differ between daemons.
+        let first = if options.is_empty() { 1 } else { 2000 };
+        command.arg(format!("nvme-tcp://127.0.0.1:{port}?nqn={NQN}&controller_ids={first}"));
+        targets.push(ReadyServer::start_command(&command, &[], &ground.log)?);
+    }
+    let [fast, slow] = ports;
+    let task = format!(
+        "{SHELL}
+        modprobe nvme_tcp
+        exec 2>&1
+        on() {{ nvme connect -t tcp -a 10.0.2.2 -s $1 -n {NQN} --nr-io-queues=2 --hostnqn={HOST_NQN} >/dev/null; }}
+        run() {{
+            blkyard bench $1 --rw randread --bs 4k --iodepth 8 --runtime 1
+            sed -n 's/.*IOPS=\\([^, ]*\\).*/\\1/p' /tmp/said | head -n 1
+        }}
+        path=nvme-tcp://10.0.2.2
+        paths=multipath:$path:{fast}/{NQN},$path:{slow}/{NQN}
+        on {fast}
+        until [ -b /dev/nvme0n1 ]; do sleep 0.1; done
+        echo \"fast path: Linux $(run file:/dev/nvme0n1), blkyard $(run $path:{fast}/{NQN}?queues=2)\"
+        on {slow}
+        until [ $(cat /sys/class/nvme/nvme*/nvme*c*n*/ana_state | grep -c optimized) = 2 ]; do sleep 0.1; done
+        for policy in round-robin queue-depth; do
+            echo $policy >/sys/class/nvme-subsystem/nvme-subsys0/iopolicy
+            echo \"$policy: Linux $(run file:/dev/nvme0n1), blkyard $(run $paths?queues=2\\&policy=$policy)\"
+        done
+        for policy in latency adaptive; do
+            echo \"$policy: blkyard $(run $paths?queues=2\\&policy=$policy)\"
+        done"
+    );
+    let vm = Vm::new(ground.guest, 2).network(&[]).folder(program_folder(ground)?);
+    let output = vm.succeed(&task)?;
+    ensure!(output.lines().count() == 5, "the guest says:\n{output}");
+    let ours = |policy: &str| {
+        let line = output.lines().find(|line| line.starts_with(policy));
+        let iops = line.and_then(|line| line.split("blkyard ").nth(1)).context("a policy has no figure")?;
+        let (number, unit) = iops.strip_suffix('k').map_or((iops, 1.0), |thousands| (thousands, 1e3));
+        anyhow::Ok(number.parse::<f64>().with_context(|| format!("{iops} IOPS"))? * unit)
+    };
+    // Half of the I/O of round-robin takes 20 ms.
+    ensure!(ours("adaptive")? > 1.5 * ours("round-robin")?, "adaptive does not avoid the slow path:\n{output}");
+    ground.measured(format!("IOPS at depth 8: {}", output.lines().collect::<Vec<_>>().join("; ")));
+    targets.into_iter().try_for_each(|target| target.stop().map(drop))
 }
 
 /// A free port of 127.0.0.1, the only address of this machine that a guest's user network reaches. It is below those
