@@ -28,6 +28,7 @@ fn open(mut spec: Spec, _: Option<MakeConnector<'_>>) -> Result<Device, DeviceEr
     let names = PolicyKind::ALL.map(PolicyKind::name).join(", ");
     let policy = spec.take_with("policy", &format!("one of {names}"), |name| name.parse().ok())?;
     let no_path_s = spec.take_number("no_path_s", 0, u64::from(u32::MAX))?.unwrap_or(NO_PATH_S);
+    let is_unidentified = spec.take_switch("unidentified")?.unwrap_or(false);
     let settings = MultipathSettings::new(policy.unwrap_or_default(), no_path_s * 1_000_000_000);
     // The others are those of each path.
     let options = spec.take_rest();
@@ -49,7 +50,7 @@ fn open(mut spec: Spec, _: Option<MakeConnector<'_>>) -> Result<Device, DeviceEr
         options.iter().try_for_each(|(key, value)| path.set(key, value))?;
         devices.push((kind_of(KINDS, &path)?.open)(path, None)?);
     }
-    Ok(MultipathDevice::new(&spec, devices, settings)?.into())
+    Ok(MultipathDevice::new(&spec, devices, settings, is_unidentified)?.into())
 }
 
 /// A device over several.
@@ -99,10 +100,15 @@ fn add(sum: &mut PathCounters, one: &PathCounters) {
 }
 
 impl MultipathDevice {
-    fn new(spec: &Spec, paths: Vec<Device>, settings: MultipathSettings) -> Result<MultipathDevice, SpecError> {
+    fn new(
+        spec: &Spec,
+        paths: Vec<Device>,
+        settings: MultipathSettings,
+        is_unidentified: bool,
+    ) -> Result<MultipathDevice, SpecError> {
         let mut info = paths[0].info().clone();
         for path in &paths[1..] {
-            join(&mut info, &paths[0], path)?;
+            join(&mut info, &paths[0], path, is_unidentified)?;
         }
         info.name = spec.address();
         let monitors = paths.iter().map(|path| path.as_path()).collect();
@@ -117,8 +123,9 @@ impl MultipathDevice {
     }
 }
 
-/// Adds a path to the properties of a device, if it reaches the same one as its first path.
-fn join(info: &mut DeviceInfo, first: &Device, path: &Device) -> Result<(), SpecError> {
+/// Adds a path to the properties of a device, if it reaches the same one as its first path: by identifiers of the
+/// namespace, or unidentified.
+fn join(info: &mut DeviceInfo, first: &Device, path: &Device, is_unidentified: bool) -> Result<(), SpecError> {
     let other = path.info();
     let differs = |cause: String| SpecError::new(&other.name, cause, "name paths to the same device only");
     if other.capacity_sectors != info.capacity_sectors {
@@ -130,9 +137,18 @@ fn join(info: &mut DeviceInfo, first: &Device, path: &Device) -> Result<(), Spec
         let (one, new) = (one.logical_block_bytes, new.logical_block_bytes);
         return Err(differs(format!("the first path has blocks of {one} bytes, and this path of {new}")));
     }
-    if !may_be_same(&first.ids(), &path.ids()) {
-        let name = &first.info().name;
-        return Err(differs(format!("NGUID, UUID or EUI-64 of the namespace differ from those at {name}")));
+    let name = &first.info().name;
+    match is_same(&first.ids(), &path.ids()) {
+        Some(true) => {}
+        Some(false) => {
+            return Err(differs(format!("NGUID, UUID or EUI-64 of the namespace differ from those at {name}")));
+        }
+        None if is_unidentified => {}
+        None => {
+            let cause = format!("it has no NGUID, UUID or EUI-64 in common with {name}, so it may be another disk");
+            let cure = "name paths to one NVMe namespace; or, if it is the same disk for certain, set unidentified=on";
+            return Err(SpecError::new(&other.name, cause, cure));
+        }
     }
     info.limits = limits_of_both(one, new);
     info.read_only |= other.read_only;
@@ -144,12 +160,13 @@ fn join(info: &mut DeviceInfo, first: &Device, path: &Device) -> Result<(), Spec
     Ok(())
 }
 
-/// Whether two namespaces may be the same: no identifier differs that both have.
-fn may_be_same(one: &NamespaceIds, other: &NamespaceIds) -> bool {
-    fn is_same<const N: usize>(one: [u8; N], other: [u8; N]) -> bool {
-        one == other || [one, other].contains(&[0; N])
+/// Whether two namespaces are the same: no identifier differs that both have. `None` if they have none in common.
+fn is_same(one: &NamespaceIds, other: &NamespaceIds) -> Option<bool> {
+    fn agree<const N: usize>(one: [u8; N], other: [u8; N]) -> Option<bool> {
+        (one != [0; N] && other != [0; N]).then_some(one == other)
     }
-    is_same(one.nguid, other.nguid) && is_same(one.uuid, other.uuid) && is_same(one.eui64, other.eui64)
+    let all = [agree(one.nguid, other.nguid), agree(one.uuid, other.uuid), agree(one.eui64, other.eui64)];
+    all.into_iter().flatten().reduce(|one, other| one && other)
 }
 
 /// Limits that requests for either path keep.

@@ -51,6 +51,7 @@ fn names_that_are_wrong_say_what_would_be_right() {
         ("ram:1G?block_size=513", ["block_size=513", "4k"]),
         ("multipath:ram:1M", ["one path", "separate them by commas"]),
         ("multipath:ram:1M,ram:2M", ["ram:2M", "2048 sectors, and this path 4096"]),
+        ("multipath:ram:1M,ram:1M", ["ram:1M, so it may be another disk", "unidentified=on"]),
         ("multipath:ram:1M,floppy:a", ["floppy", "ram:SIZE"]),
         ("multipath:ram:1M,ram:1M?policy=best", ["policy=best", "round-robin"]),
         ("multipath:ram:1M,null:1M?latency=4", ["latency", "the known keys"]),

@@ -139,7 +139,8 @@ fn a_hung_target_delays_io_and_fails_none() {
 fn policy_is_set_and_shown() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
-    let device = ["--device", "multipath:null:64M,null:64M?policy=numa", "--export", "vhost-user-blk:s"];
+    let device =
+        ["--device", "multipath:null:64M,null:64M?unidentified=on&policy=numa", "--export", "vhost-user-blk:s"];
     let daemon = Daemon::start(folder, &[&["--control", "c"], &device[..]].concat());
     let reads = || {
         succeed(folder, &["bench", "vhost-user:s", "--rw", "read", "--size", "4M"]);
