@@ -13,7 +13,7 @@ mod multipath;
 mod null;
 mod nvme;
 mod nvme_char;
-mod nvme_tcp;
+pub(crate) mod nvme_tcp;
 pub(crate) mod pci;
 mod ram;
 mod vfio_user;

@@ -30,6 +30,29 @@ pub enum DiscoveryKind {
     Current,
 }
 
+/// Demand for a secure channel (TREQ bits 1:0).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum SecureChannel {
+    /// It says nothing.
+    #[default]
+    NotSpecified,
+    /// Required.
+    Required,
+    /// Not required.
+    NotRequired,
+}
+
+/// What a discovery service has said.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DiscoveredLog {
+    /// The log's generation (GENCTR).
+    pub generation: u64,
+    /// Entries of TCP.
+    pub entries: Vec<DiscoveryEntry>,
+    /// Number of entries that this host cannot use.
+    pub others: usize,
+}
+
 /// An entry: a subsystem at an address.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DiscoveryEntry {
@@ -49,8 +72,10 @@ pub struct DiscoveryEntry {
     pub admin_entries: u16,
     /// Whether flow control of submission queues may be left out (TREQ bit 2).
     pub no_flow_control: bool,
-    /// Whether connections must use TLS 1.3.
-    pub requires_tls: bool,
+    /// What the target demands of a secure channel.
+    pub secure_channel: SecureChannel,
+    /// Whether connections can use TLS 1.3 (SECTYPE).
+    pub has_tls: bool,
 }
 
 /// Reason for which a host cannot use an entry.
@@ -86,11 +111,17 @@ impl DiscoveryEntry {
             3 => DiscoveryKind::Current,
             _ => return Err(Field("subsystem type")),
         };
-        let requires_tls = match (bytes[768], bytes[3] & 3) {
-            (0, 1) => return Err(Field("security")),
-            (0, _) => false,
-            (2, required) => required == 1,
-            (other, _) => return Err(Security(other)),
+        let secure_channel = match bytes[3] & 3 {
+            0 => SecureChannel::NotSpecified,
+            1 => SecureChannel::Required,
+            2 => SecureChannel::NotRequired,
+            _ => return Err(Field("security")),
+        };
+        let has_tls = match bytes[768] {
+            0 if secure_channel == SecureChannel::Required => return Err(Field("security")),
+            0 => false,
+            2 => true,
+            other => return Err(Security(other)),
         };
         Ok(DiscoveryEntry {
             kind,
@@ -101,7 +132,8 @@ impl DiscoveryEntry {
             controller_id: u16_at(6),
             admin_entries: u16_at(8),
             no_flow_control: bytes[3] & 4 != 0,
-            requires_tls,
+            secure_channel,
+            has_tls,
         })
     }
 
@@ -112,7 +144,11 @@ impl DiscoveryEntry {
             DiscoveryKind::Subsystem => 2,
             DiscoveryKind::Current => 3,
         };
-        let security = if self.requires_tls { 1 } else { 2 };
+        let security = match self.secure_channel {
+            SecureChannel::NotSpecified => 0,
+            SecureChannel::Required => 1,
+            SecureChannel::NotRequired => 2,
+        };
         let requirements = security | if self.no_flow_control { 4 } else { 0 };
         bytes[..4].copy_from_slice(&[TCP, family(self.address), kind, requirements]);
         bytes[4..6].copy_from_slice(&self.port_id.to_le_bytes());
@@ -121,7 +157,7 @@ impl DiscoveryEntry {
         put_text(&mut bytes[32..64], &self.port.to_string());
         self.subsystem.write(&mut bytes[256..512]);
         put_text(&mut bytes[512..768], &self.address.to_string());
-        bytes[768] = if self.requires_tls { 2 } else { 0 };
+        bytes[768] = if self.has_tls { 2 } else { 0 };
     }
 
     /// Whether the target chooses the controller.
@@ -212,7 +248,8 @@ mod tests {
             controller_id: ANY_CONTROLLER,
             admin_entries: 32,
             no_flow_control: false,
-            requires_tls: false,
+            secure_channel: SecureChannel::NotRequired,
+            has_tls: false,
         };
         let subsystem = DiscoveryEntry {
             kind: DiscoveryKind::Subsystem,
@@ -220,7 +257,8 @@ mod tests {
             address: "192.0.2.1".parse().unwrap(),
             port: 4420,
             no_flow_control: true,
-            requires_tls: true,
+            secure_channel: SecureChannel::Required,
+            has_tls: true,
             ..referral.clone()
         };
         [referral, subsystem]

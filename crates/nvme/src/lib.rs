@@ -55,8 +55,8 @@ pub use controller::{
 };
 pub use cqe::{CQE_BYTES, Cqe};
 pub use discovery::{
-    DISCOVERY_ENTRIES_MAX, DISCOVERY_ENTRY_BYTES, DISCOVERY_LOG, DISCOVERY_PORT, DiscoveryEntry, DiscoveryError,
-    DiscoveryHeader, DiscoveryKind, DiscoveryLog,
+    DISCOVERY_ENTRIES_MAX, DISCOVERY_ENTRY_BYTES, DISCOVERY_LOG, DISCOVERY_PORT, DiscoveredLog, DiscoveryEntry,
+    DiscoveryError, DiscoveryHeader, DiscoveryKind, DiscoveryLog, SecureChannel,
 };
 pub use dma::{DmaMap, DmaMapError, DmaRange, DmaSegment};
 pub use doorbell::{Doorbells, ShadowDoorbells};

@@ -4,6 +4,7 @@
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 
 use anyhow::{Context, Result, ensure};
+use serde_json::Value;
 
 use super::pci::{SHELL, program_folder};
 use super::{CLIENT_LIMIT, MIB, RunsIn, Scenario, ScenarioContext};
@@ -113,6 +114,13 @@ fn host(ground: &ScenarioContext) -> Result<()> {
     );
     let mut machine = Vm::new(ground.guest, 2).network(&[(address, PORT)]).start(&task)?;
     machine.wait_for_output(|output| output.contains("listens\n"))?;
+    let (ip, port) = (address.ip().to_string(), address.port().to_string());
+    let mut discover = ground.program.command()?;
+    discover.args(["nvme", "discover", "-a", &ip, "-s", &port, "-o", "json"]);
+    let said = process::succeed("blkyard nvme discover", &discover, CLIENT_LIMIT)?;
+    let log: Value = serde_json::from_str(&said)?;
+    let nqns = log["records"].as_array().into_iter().flatten().map(|record| &record["subnqn"]);
+    ensure!(nqns.clone().any(|nqn| nqn == NQN), "the discovery service of Linux names no {NQN}:\n{said}");
     for options in ["", "&header_digest=on&data_digest=on"] {
         let device = format!("nvme-tcp://{address}/{NQN}?queues=2{options}");
         for pattern in ["randwrite", "randread"] {
@@ -158,6 +166,9 @@ fn target(ground: &ScenarioContext) -> Result<()> {
         for port in {first} {second}; do
             grep -q \"trsvcid: $port\" /tmp/discovered || {{ cat /tmp/discovered; exit 1; }}
         done
+        # Ours shows the same, but for flags of entries.
+        blkyard nvme discover -a 10.0.2.2 -s {first} -q {HOST_NQN}
+        grep -v ^eflags: /tmp/discovered | diff /tmp/said -
         on {first}
         on {second}
         ready

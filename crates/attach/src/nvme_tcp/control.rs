@@ -7,7 +7,6 @@
 //!
 //! Owned by its own thread, which waits for nothing but its descriptors and deadlines.
 
-use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::mpsc::{Receiver, TryRecvError};
@@ -15,21 +14,18 @@ use std::time::{Duration, Instant};
 
 use blkyard_mpath::{AccessState, ConnectionState};
 use blkyard_mq::{HeldBack, LogLimit, QueueKind};
-use blkyard_nvme::tcp::SendList;
-use blkyard_nvme::{AnaState, ControllerState, FabricsHost, FabricsHostEvent, FabricsIoQueue, ScannedNamespace};
-use blkyard_sys::{EventFd, PollFd, PollFlags};
+use blkyard_nvme::{AnaState, ControllerState, FabricsHostEvent, FabricsIoQueue, ScannedNamespace};
+use blkyard_sys::EventFd;
 
 use crate::AttachError;
 use crate::nvme::{check_same, find_namespace};
 use crate::nvme_tcp::TcpNamespaceConfig;
-use crate::nvme_tcp::admin_stream::{AdminStream, AdminStreamState, ConnectAttempt};
+use crate::nvme_tcp::admin::AdminConnection;
 use crate::nvme_tcp::disk::TcpShared;
 use crate::nvme_tcp::mailbox::{OpenedTcpQueue, TcpCommand, TcpQueueMailbox};
 
 /// Time for an orderly end.
 const SHUT_DOWN_MAX: Duration = Duration::from_secs(5);
-/// Receives of the admin connection in one step.
-const RECEIVES_MAX: usize = 16;
 
 #[derive(Debug)]
 pub(super) struct TcpControl {
@@ -38,21 +34,12 @@ pub(super) struct TcpControl {
     commands: Receiver<TcpCommand>,
     wake: Arc<EventFd>,
     began: Instant,
-    host: FabricsHost,
-    /// The association that waits for its admin connection.
-    awaited: Option<u64>,
-    attempt: Option<ConnectAttempt>,
-    admin: Option<AdminStream>,
-    list: SendList,
-    /// Address of the controller: that of the last admin connection.
-    peer: Option<SocketAddr>,
+    admin: AdminConnection,
     /// Mailboxes of the queues on their lanes, by identifier from one.
     queues: Vec<Option<Arc<TcpQueueMailbox>>>,
     /// As it was when the disk was opened; its size aside.
     namespace: Option<ScannedNamespace>,
     deadline_ns: Option<u64>,
-    /// Why the last attempt failed.
-    cause: Option<String>,
     /// Whether an attempt has failed since the start or the last success.
     has_failed: bool,
     is_over: bool,
@@ -68,30 +55,24 @@ impl TcpControl {
         wake: Arc<EventFd>,
     ) -> Result<TcpControl, AttachError> {
         let mut control = TcpControl {
-            host: FabricsHost::new(config.host.clone()),
+            admin: AdminConnection::new(config.host.clone(), config.address.clone(), Arc::clone(&wake)),
             began: config.clock.now(),
             config,
             shared,
             commands,
             wake,
-            awaited: None,
-            attempt: None,
-            admin: None,
-            list: SendList::new(SendList::PIECES_MIN),
-            peer: None,
             queues: Vec::new(),
             namespace: None,
             deadline_ns: None,
-            cause: None,
             has_failed: false,
             is_over: false,
             log: LogLimit::default(),
         };
-        control.host.start(0);
+        control.admin.host.start(0);
         loop {
             control.step();
             if control.has_failed {
-                let cause = control.why();
+                let cause = control.admin.why();
                 control.shut_down();
                 return Err(AttachError::Controller { disk: control.config.name, cause });
             }
@@ -99,16 +80,6 @@ impl TcpControl {
                 return Ok(control);
             }
             control.wait();
-        }
-    }
-
-    /// Why the last attempt failed, or the association was lost.
-    fn why(&self) -> String {
-        let error = self.host.error().map(|error| error.to_string());
-        match (&self.cause, error) {
-            (Some(cause), Some(error)) => format!("{cause}; {error}"),
-            (Some(cause), None) => cause.clone(),
-            (None, error) => error.unwrap_or_else(|| "the association failed".into()),
         }
     }
 
@@ -123,12 +94,12 @@ impl TcpControl {
 
     /// I/O queues that may be open.
     pub(super) fn queues_max(&self) -> usize {
-        self.host.queue_counts().map_or(0, |counts| counts.default + counts.read + counts.poll)
+        self.admin.host.queue_counts().map_or(0, |counts| counts.default + counts.read + counts.poll)
     }
 
     /// Requests that a queue may have in flight.
     pub(super) fn depth(&self) -> usize {
-        usize::from(self.host.queue_options(1, 1, false).depth)
+        usize::from(self.admin.host.queue_options(1, 1, false).depth)
     }
 
     /// Runs until the disk and all its queues are dropped, then disconnects in order.
@@ -152,15 +123,14 @@ impl TcpControl {
         // Each is reset, also if several have something.
         let users = self.queues.iter().flatten();
         if users.filter(|queue| queue.take_traffic()).count() > 0 {
-            self.host.note_traffic();
+            self.admin.host.note_traffic();
         }
-        self.look_at_attempt();
-        self.receive();
+        self.admin.receive(self.now_ns());
         loop {
             let now_ns = self.now_ns();
-            self.deadline_ns = self.host.advance(now_ns);
-            self.send(now_ns);
-            let Some(event) = self.host.next_event() else { break };
+            self.deadline_ns = self.admin.host.advance(now_ns);
+            self.admin.send(now_ns);
+            let Some(event) = self.admin.next_event(now_ns) else { break };
             self.handle(event, now_ns);
         }
         is_used
@@ -178,14 +148,14 @@ impl TcpControl {
                 }
             }
             TcpCommand::Report(qid, association, report) => {
-                self.host.queue_report(qid, association, report, self.now_ns());
+                self.admin.host.queue_report(qid, association, report, self.now_ns());
             }
             TcpCommand::Close(qid, socket) => {
                 drop(socket);
                 if let Some(queue) = self.queues.get_mut(usize::from(qid) - 1) {
                     *queue = None;
                 }
-                self.host.close_queue(qid, self.now_ns());
+                self.admin.host.close_queue(qid, self.now_ns());
             }
         }
     }
@@ -201,100 +171,20 @@ impl TcpControl {
         };
         let qid = index as u16 + 1;
         let segments_max = usize::from(namespace.info.limits.segments_max);
-        let options = self.host.queue_options(qid, segments_max, self.shared.is_path.load(Relaxed));
+        let options = self.admin.host.queue_options(qid, segments_max, self.shared.is_path.load(Relaxed));
         let system = |source| AttachError::System { disk: self.config.name.clone(), source };
         let queue = FabricsIoQueue::new(options, [namespace.namespace].into()).map_err(system)?;
         let mailbox = Arc::new(TcpQueueMailbox::new(kind).map_err(system)?);
         self.queues[index] = Some(Arc::clone(&mailbox));
-        self.host.open_queue(qid);
+        self.admin.host.open_queue(qid);
         Ok(OpenedTcpQueue { queue, mailbox })
-    }
-
-    fn look_at_attempt(&mut self) {
-        let Some(outcome) = self.attempt.as_ref().and_then(ConnectAttempt::outcome) else { return };
-        let Some(attempt) = self.attempt.take() else { return };
-        let now_ns = self.now_ns();
-        if self.awaited != Some(attempt.association) {
-            // It was given up meanwhile.
-            return self.connect();
-        }
-        self.awaited = None;
-        match outcome.map(|socket| AdminStream::new(attempt.association, socket)) {
-            Ok(Some(admin)) => {
-                (self.peer, self.cause) = (Some(admin.peer), None);
-                self.admin = Some(admin);
-                self.host.admin_opened(attempt.association, now_ns);
-            }
-            Ok(None) => self.host.admin_closed(attempt.association, now_ns),
-            Err(cause) => {
-                self.cause = Some(cause);
-                self.host.admin_closed(attempt.association, now_ns);
-            }
-        }
-    }
-
-    /// Begins to connect, unless an earlier attempt has not ended.
-    fn connect(&mut self) {
-        if let (None, Some(association)) = (&self.attempt, self.awaited) {
-            let limit = Duration::from_nanos(self.config.host.connect_ns);
-            self.attempt = Some(ConnectAttempt::begin(association, &self.config.address, limit, &self.wake));
-        }
-    }
-
-    fn receive(&mut self) {
-        let now_ns = self.now_ns();
-        for _ in 0..RECEIVES_MAX {
-            let Some(admin) = &mut self.admin else { return };
-            let association = admin.association;
-            let (bytes, mut state) = admin.receive();
-            if bytes.is_empty() && state == AdminStreamState::Open {
-                state = admin.send();
-                if state == AdminStreamState::Open {
-                    return;
-                }
-            } else {
-                self.host.admin_receive(association, bytes, now_ns);
-            }
-            if state == AdminStreamState::Lost {
-                self.admin = None;
-                self.host.admin_lost(association, now_ns);
-                return self.host.admin_closed(association, now_ns);
-            }
-        }
-    }
-
-    fn send(&mut self, now_ns: u64) {
-        while let Some(admin) = self.admin.as_mut().filter(|admin| admin.can_send())
-            && self.host.admin_wants_send()
-        {
-            self.list.clear();
-            let Some(number) = self.host.admin_fill(&mut self.list) else { return };
-            admin.push(self.host.admin_memory(), &self.list);
-            // What fails is seen with the next receive.
-            admin.send();
-            let association = admin.association;
-            // The list was copied.
-            self.host.admin_sent(association, number, now_ns);
-        }
     }
 
     fn handle(&mut self, event: FabricsHostEvent, now_ns: u64) {
         match event {
-            FabricsHostEvent::Open(association) => {
-                self.awaited = Some(association);
-                self.connect();
-            }
-            FabricsHostEvent::Close(association) => {
-                self.awaited = None;
-                self.send(now_ns);
-                if let Some(admin) = self.admin.take() {
-                    admin.close();
-                }
-                self.host.admin_closed(association, now_ns);
-            }
             FabricsHostEvent::Queue(qid, command) => {
                 let queue = self.queues.get(usize::from(qid) - 1).and_then(Option::as_ref);
-                if let (Some(queue), Some(peer)) = (queue, self.peer) {
+                if let (Some(queue), Some(peer)) = (queue, self.admin.peer()) {
                     queue.post((command, peer));
                 }
             }
@@ -310,7 +200,7 @@ impl TcpControl {
             FabricsHostEvent::Retry(_) => {
                 self.has_failed = true;
                 self.set_connection(ConnectionState::Connecting);
-                let why = self.why();
+                let why = self.admin.why();
                 self.note_loss(why);
             }
             FabricsHostEvent::FastFail => self.say(|name, held_back| {
@@ -327,7 +217,10 @@ impl TcpControl {
             FabricsHostEvent::Fenced(association, evidence) => self.shared.monitor.fence(association as u32, evidence),
             FabricsHostEvent::DiscoveryChanged
             | FabricsHostEvent::Discovered(..)
-            | FabricsHostEvent::Completed { .. } => {}
+            | FabricsHostEvent::Completed { .. }
+            // Handled by the admin connection.
+            | FabricsHostEvent::Open(_)
+            | FabricsHostEvent::Close(_) => {}
         }
     }
 
@@ -338,7 +231,7 @@ impl TcpControl {
     /// Tells queues over several paths the state of access.
     fn look_at_access(&self) {
         let Some(known) = &self.namespace else { return };
-        let access = match self.host.ana_state(known.namespace.nsid).unwrap_or_default() {
+        let access = match self.admin.host.ana_state(known.namespace.nsid).unwrap_or_default() {
             AnaState::Optimized => AccessState::Optimized,
             AnaState::NonOptimized => AccessState::NonOptimized,
             AnaState::Inaccessible => AccessState::Inaccessible,
@@ -361,19 +254,19 @@ impl TcpControl {
 
     fn live(&mut self, now_ns: u64) {
         if self.namespace.is_none() {
-            match find_namespace(self.host.namespaces(), self.config.namespace) {
+            match find_namespace(self.admin.host.namespaces(), self.config.namespace) {
                 Ok(_) if self.queues_max() == 0 => {
-                    (self.cause, self.has_failed) = (Some("the controller grants no I/O queue".into()), true);
+                    (self.admin.cause, self.has_failed) = (Some("the controller grants no I/O queue".into()), true);
                     return;
                 }
                 Ok(found) => self.namespace = Some(found),
                 Err(cause) => {
-                    (self.cause, self.has_failed) = (Some(cause), true);
+                    (self.admin.cause, self.has_failed) = (Some(cause), true);
                     return;
                 }
             }
         }
-        (self.has_failed, self.cause) = (false, None);
+        (self.has_failed, self.admin.cause) = (false, None);
         self.look_at_access();
         self.set_connection(ConnectionState::Live);
         self.shared.note(|view| {
@@ -387,7 +280,7 @@ impl TcpControl {
     fn look_at_namespace(&mut self, now_ns: u64) {
         let Some(known) = &self.namespace else { return };
         let nsid = known.namespace.nsid;
-        let found = self.host.namespaces().iter().find(|found| found.namespace.nsid == nsid);
+        let found = self.admin.host.namespaces().iter().find(|found| found.namespace.nsid == nsid);
         let found = found.ok_or_else(|| format!("namespace {nsid} was removed; attach it again"));
         match found.and_then(|found| check_same(known, found).map(|()| found.info.capacity_sectors)) {
             Ok(sectors) => {
@@ -403,7 +296,7 @@ impl TcpControl {
                     tracing::error!("{name}: {why}; I/O waits until it is as before{held_back}");
                 });
                 self.note_loss(why);
-                self.host.reset(now_ns);
+                self.admin.host.reset(now_ns);
             }
         }
     }
@@ -411,22 +304,17 @@ impl TcpControl {
     /// Sleeps until there is a command or an event, or something is due.
     fn wait(&self) {
         let deadline = self.deadline_ns.map(|due_ns| self.began + Duration::from_nanos(due_ns));
-        let mut fds = vec![PollFd::new(&*self.wake, PollFlags::IN)];
-        if let Some(admin) = &self.admin {
-            let (socket, events) = admin.events();
-            fds.push(PollFd::from_borrowed_fd(socket, events));
-        }
         // After an early end everything is checked again.
-        let _ = self.config.clock.wait(&mut fds, deadline);
+        let _ = self.config.clock.wait(&mut self.admin.events(), deadline);
     }
 
     /// Disconnects in order, for a bounded time.
     fn shut_down(&mut self) {
         let until_ns = self.now_ns() + SHUT_DOWN_MAX.as_nanos() as u64;
-        if self.host.state() == ControllerState::DeletingNoIo {
+        if self.admin.host.state() == ControllerState::DeletingNoIo {
             return;
         }
-        self.host.disconnect(self.now_ns());
+        self.admin.host.disconnect(self.now_ns());
         loop {
             self.step();
             if self.is_over || self.now_ns() >= until_ns {

@@ -11,10 +11,12 @@
 //! queue and owns its stream, on the lane. Requests of a lost connection stay in flight until its stream is closed, and
 //! wait for the next association.
 //!
-//! Not here: authentication, TLS, discovery, several paths.
+//! Not here: authentication, TLS, several paths.
 
+mod admin;
 mod admin_stream;
 mod control;
+mod discover;
 mod disk;
 mod mailbox;
 mod queue;
@@ -24,6 +26,7 @@ use std::sync::Arc;
 use blkyard_nvme::FabricsHostConfig;
 use blkyard_sys::TimeSource;
 
+pub use discover::read_discovery_log;
 pub use disk::{TcpNamespace, TcpNamespaceView};
 pub use queue::TcpNamespaceQueue;
 

@@ -21,6 +21,8 @@ pub(super) const KIND: DeviceKind =
 
 /// The port of NVMe/TCP that is registered with IANA.
 const PORT: u16 = 4420;
+/// Form of an NQN, for messages.
+pub(crate) const NQN_FORM: &str = "a name that begins with nqn. and has at most 223 bytes";
 /// Default time of a request, as for other attached disks.
 const TIMEOUT_S: u64 = 30;
 
@@ -33,15 +35,8 @@ fn open(mut spec: Spec, _: Option<MakeConnector<'_>>) -> Result<Device, DeviceEr
 /// Takes address and options from a name.
 fn take_config(spec: &mut Spec) -> Result<TcpNamespaceConfig, SpecError> {
     let (address, subsystem) = parse_address(spec)?;
-    let wanted = "a name that begins with nqn. and has at most 223 bytes";
-    let host = spec.take_with("host_nqn", wanted, Nqn::new)?;
-    let (host, host_id) = match host {
-        Some(host) => {
-            let id = fold(host.as_str().as_bytes());
-            (host, id)
-        }
-        None => own_host(&spec.name)?,
-    };
+    let host = spec.take_with("host_nqn", NQN_FORM, Nqn::new)?;
+    let (host, host_id) = host.map_or_else(|| own_host(&spec.name), |host| Ok(named_host(host)))?;
     let mut config = FabricsHostConfig::new(host, host_id, subsystem);
     let queues = spec.take_number("queues", 1, 256)?.map_or_else(|| cpu_places().len(), |queues| queues as usize);
     config.queues = QueueDemand {
@@ -95,7 +90,7 @@ fn parse_address(spec: &Spec) -> Result<(String, Nqn), SpecError> {
 }
 
 /// Name and identifier of this host: those that nvme-cli uses, or ones that follow from the machine's.
-fn own_host(name: &str) -> Result<(Nqn, [u8; 16]), SpecError> {
+pub(crate) fn own_host(name: &str) -> Result<(Nqn, [u8; 16]), SpecError> {
     let read = |path| std::fs::read_to_string(path).ok().map(|text| text.trim().to_owned());
     let known = read("/etc/nvme/hostnqn").and_then(|name| Nqn::new(&name));
     let id = read("/etc/nvme/hostid").and_then(|id| parse_uuid(&id));
@@ -104,6 +99,12 @@ fn own_host(name: &str) -> Result<(Nqn, [u8; 16]), SpecError> {
     let own = known.or_else(|| Nqn::new(&format!("nqn.2014-08.org.nvmexpress:uuid:{}", uuid(id))));
     let host = own.ok_or_else(|| SpecError::new(name, "this host has no NVMe name", "name it by ?host_nqn=NQN"))?;
     Ok((host, id))
+}
+
+/// A host that was named, with an identifier that follows from the name.
+pub(crate) fn named_host(host: Nqn) -> (Nqn, [u8; 16]) {
+    let id = fold(host.as_str().as_bytes());
+    (host, id)
 }
 
 /// 128 bits that differ for different texts (FNV-1a).

@@ -6,6 +6,7 @@
 //! A controller over vfio-user or VFIO is brought up by this process, so it must not be in use by another. One of the
 //! kernel's driver is shared with everything that the kernel does with it.
 
+mod discover;
 mod error;
 mod host;
 mod kernel;
@@ -15,9 +16,11 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 pub use blkyard_nvme::{
-    CONTROLLER_FIELDS, ERROR_ENTRY_BYTES, ErrorLogEntry, FieldKind, IDENTIFY_BYTES, NAMESPACE_FIELDS, NvmeField,
-    NvmeStatus, PowerState, SMART_FIELDS, SMART_LOG_BYTES, Sqe, admin, cns, feature, io,
+    CONTROLLER_FIELDS, DISCOVERY_PORT, DiscoveredLog, DiscoveryEntry, DiscoveryKind, ERROR_ENTRY_BYTES, ErrorLogEntry,
+    FieldKind, IDENTIFY_BYTES, NAMESPACE_FIELDS, NvmeField, NvmeStatus, PowerState, SMART_FIELDS, SMART_LOG_BYTES,
+    SecureChannel, Sqe, admin, cns, feature, io,
 };
+pub use discover::discover;
 pub use error::NvmeError;
 pub use host::HostPassthrough;
 pub use kernel::KernelPassthrough;

@@ -6,6 +6,7 @@
 //! Devices are opened by the library, which knows their transports.
 
 mod bits;
+mod discover;
 mod features;
 mod identify;
 mod json;
@@ -51,6 +52,8 @@ pub struct NvmeArgs {
 pub enum NvmeSubcommand {
     /// List the namespaces of the kernel's driver.
     List(ListArgs),
+    /// Show the subsystems that a discovery service names.
+    Discover(discover::DiscoverArgs),
     /// Show what a controller is and supports.
     IdCtrl(IdentifyArgs),
     /// Show size and format of a namespace.
@@ -227,6 +230,7 @@ impl NvmeCommandError {
 pub fn run(args: &NvmeArgs) -> Result<ExitCode, NvmeCommandError> {
     let output = match &args.command {
         NvmeSubcommand::List(args) => list(args)?,
+        NvmeSubcommand::Discover(args) => discover::run(args)?,
         NvmeSubcommand::IdCtrl(args) => controller(args)?,
         NvmeSubcommand::IdNs(args) => namespace(args)?,
         NvmeSubcommand::SmartLog(args) => smart_log(args)?,

@@ -1,7 +1,7 @@
 //! Several ports of one NVMe subsystem in a daemon: two paths to the same namespaces, with ANA states that change
 //! while hosts are connected.
 
-use std::net::SocketAddr;
+use std::net::{SocketAddr, TcpListener};
 use std::path::Path;
 
 use blkyard_nvme::fabrics::{ANY_CONTROLLER, DISCOVERY_NQN};
@@ -74,6 +74,52 @@ fn each_port_names_all_ports_of_its_subsystem() {
         let named: Vec<_> = entries.map(|entry| (entry.kind, (entry.address, entry.port).into())).collect();
         assert_eq!(named, [(DiscoveryKind::Subsystem, asked), (DiscoveryKind::Subsystem, other)]);
     }
+    daemon.stop();
+}
+
+#[test]
+fn nvme_discover_shows_what_a_port_names() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let (daemon, [one, other]) = two_ports(folder, ["&referrals=127.0.0.9:8009", ""]);
+    let ask = |port: u16, more: &[&str]| {
+        let port = port.to_string();
+        run(folder, &[&["nvme", "discover", "-a", "127.0.0.1", "-s", &port, "-q", HOST], more].concat())
+    };
+    let said = ask(one.port(), &[]);
+    assert!(said.status.success(), "{}", String::from_utf8_lossy(&said.stderr));
+    let entry = |number: u32, subtype: &str, port: u16, nqn: &str, address: &str| {
+        format!(
+            "=====Discovery Log Entry {number}======\ntrtype:  tcp\nadrfam:  ipv4\nsubtype: {subtype}\n\
+             treq:    not required, sq flow control disable supported\nportid:  {port}\ntrsvcid: {port}\n\
+             subnqn:  {nqn}\ntraddr:  {address}\nsectype: none\n"
+        )
+    };
+    let expected = [
+        "\nDiscovery Log Number of Records 3, Generation counter 1\n".to_owned(),
+        entry(0, "nvme subsystem", one.port(), NQN, "127.0.0.1"),
+        entry(1, "nvme subsystem", other.port(), NQN, "127.0.0.1"),
+        entry(2, "discovery subsystem referral", 8009, DISCOVERY_NQN, "127.0.0.9"),
+    ];
+    assert_eq!(String::from_utf8(said.stdout).unwrap(), expected.concat());
+    let said: serde_json::Value = serde_json::from_slice(&ask(other.port(), &["-o", "json"]).stdout).unwrap();
+    let records = said["records"].as_array().unwrap();
+    let ports: Vec<_> = records.iter().map(|record| record["trsvcid"].as_str().unwrap().to_owned()).collect();
+    assert_eq!(ports, [other.port().to_string(), one.port().to_string()]);
+    assert_eq!((&said["genctr"], &records[0]["subnqn"]), (&1.into(), &NQN.into()));
+    let refused = |port: u16, more: &[&str]| {
+        let said = ask(port, more);
+        assert_eq!(said.status.code(), Some(1));
+        String::from_utf8(said.stderr).unwrap()
+    };
+    // Its backlog takes connections, and nobody answers them.
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = silent.local_addr().unwrap().port();
+    let message = refused(port, &["--timeout", "300"]);
+    assert!(message.contains("no discovery log within 300ms; check that it is an NVMe/TCP port"), "{message}");
+    assert!(refused(one.port(), &["-t", "rdma"]).contains("-t rdma: this transport is not supported; use -t tcp"));
+    let message = refused(1, &[]);
+    assert!(message.contains("127.0.0.1:1: cannot connect"), "{message}");
     daemon.stop();
 }
 

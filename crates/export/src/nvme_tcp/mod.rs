@@ -232,7 +232,8 @@ fn discovery_entries(disk: &NvmeTcpDisk, local: SocketAddr) -> Vec<DiscoveryEntr
         controller_id: ANY_CONTROLLER,
         admin_entries: ADMIN_ENTRIES,
         no_flow_control: true,
-        requires_tls: false,
+        secure_channel: blkyard_nvme::SecureChannel::NotRequired,
+        has_tls: false,
     };
     let ports = disk.ports.seen_from(local).into_iter();
     let mut entries: Vec<_> = ports.map(|port| entry(Subsystem, disk.nqn.clone(), port, port.port())).collect();

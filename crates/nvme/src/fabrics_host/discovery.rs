@@ -95,7 +95,8 @@ mod tests {
             controller_id: ANY_CONTROLLER,
             admin_entries: 32,
             no_flow_control: false,
-            requires_tls: false,
+            secure_channel: crate::discovery::SecureChannel::NotRequired,
+            has_tls: false,
         }
     }
 

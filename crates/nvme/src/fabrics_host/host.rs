@@ -30,7 +30,7 @@ use super::io_queue::{FabricsIoQueueOptions, FabricsQueueCommand};
 use super::recovery::FabricsQueueUse;
 use super::setup::FabricsStep;
 use crate::ana::{ANA_LOG, AnaLog, AnaState};
-use crate::discovery::DiscoveryEntry;
+use crate::discovery::{DiscoveredLog, DiscoveryEntry};
 use crate::fabrics::{DISCOVERY_NQN, Nqn};
 use crate::host::scan::{Scan, ScanStep};
 use crate::host::watch::KeepAlive;
@@ -126,8 +126,8 @@ pub enum FabricsHostEvent {
     AnaChanged,
     /// The discovery log has changed.
     DiscoveryChanged,
-    /// The log of a discovery service: entries of TCP, and the number of others.
-    Discovered(Vec<DiscoveryEntry>, usize),
+    /// The log of a discovery service.
+    Discovered(DiscoveredLog),
     /// An admin command of the user has ended.
     Completed {
         /// The user's number of the command.

@@ -7,7 +7,7 @@ use super::admin::{ADMIN_ENTRIES, FabricsAdmin, FabricsData, LOG_BYTES_MAX};
 use super::error::FabricsHostError;
 use super::host::{ADMIN_NS, FabricsHost, FabricsHostEvent, FabricsPhase, FabricsPurpose};
 use crate::ana::{ANA_LOG, AnaLog};
-use crate::discovery::{DISCOVERY_ENTRY_BYTES, DISCOVERY_LOG, DiscoveryEntry, DiscoveryHeader};
+use crate::discovery::{DISCOVERY_ENTRY_BYTES, DISCOVERY_LOG, DiscoveredLog, DiscoveryEntry, DiscoveryHeader};
 use crate::fabrics::{ANY_CONTROLLER, CONNECT_BYTES, ConnectCommand, ConnectData, FabricsCommand, PropertySize};
 use crate::host::enable::timeout_ns;
 use crate::host::negotiate::{granted, queues_dword, split};
@@ -387,7 +387,8 @@ impl FabricsHost {
         if step == FabricsStep::DiscoveryCheck && known == self.log {
             self.log = None;
             let (entries, others) = std::mem::take(&mut self.discovered);
-            self.events.push_back(FabricsHostEvent::Discovered(entries, others));
+            let log = DiscoveredLog { generation: header.generation, entries, others };
+            self.events.push_back(FabricsHostEvent::Discovered(log));
             return self.live(now_ns);
         }
         self.discovered = (Vec::new(), 0);

@@ -32,7 +32,8 @@ fn entry() -> DiscoveryEntry {
         controller_id: ANY_CONTROLLER,
         admin_entries: 32,
         no_flow_control: true,
-        requires_tls: false,
+        secure_channel: blkyard_nvme::SecureChannel::NotRequired,
+        has_tls: false,
     }
 }
 

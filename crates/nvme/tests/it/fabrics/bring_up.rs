@@ -3,8 +3,8 @@
 use blkyard_mq::{FenceEvidence, Op, QueueCounts, Status};
 use blkyard_nvme::fabrics::{ANY_CONTROLLER, DISCOVERY_NQN, Nqn, fabrics_status};
 use blkyard_nvme::{
-    AnaState, ControllerState, DiscoveryEntry, DiscoveryKind, DiscoveryLog, FabricsData, FabricsHostError,
-    FabricsHostEvent, NvmeStatus, Sqe, admin,
+    AnaState, ControllerState, DiscoveredLog, DiscoveryEntry, DiscoveryKind, DiscoveryLog, FabricsData,
+    FabricsHostError, FabricsHostEvent, NvmeStatus, Sqe, admin,
 };
 
 use crate::fabrics::rig::{MS, Rig, config};
@@ -205,7 +205,8 @@ fn a_discovery_log_is_read_in_parts_and_unusable_entries_are_counted() {
         controller_id: ANY_CONTROLLER,
         admin_entries: 32,
         no_flow_control: false,
-        requires_tls: false,
+        secure_channel: blkyard_nvme::SecureChannel::NotRequired,
+        has_tls: false,
     };
     for (count, mdts) in [(0, 0), (1, 0), (64, 0), (130, 0), (130, 1)] {
         let mut config = config();
@@ -217,9 +218,9 @@ fn a_discovery_log_is_read_in_parts_and_unusable_entries_are_counted() {
         rig.host.start(0);
         rig.run_until(|rig| rig.host.state() == ControllerState::Live);
         let found = rig.events.iter().find_map(|event| match event {
-            FabricsHostEvent::Discovered(found, others) => Some((found.clone(), *others)),
+            FabricsHostEvent::Discovered(found) => Some(found.clone()),
             _ => None,
         });
-        assert_eq!(found, Some((entries, 0)), "{count} entries");
+        assert_eq!(found, Some(DiscoveredLog { generation: 7, entries, others: 0 }), "{count} entries");
     }
 }

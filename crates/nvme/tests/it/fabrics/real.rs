@@ -107,7 +107,8 @@ impl RealTarget {
             controller_id: ANY_CONTROLLER,
             admin_entries: 32,
             no_flow_control: true,
-            requires_tls: false,
+            secure_channel: blkyard_nvme::SecureChannel::NotRequired,
+            has_tls: false,
         };
         let options = SubsystemOptions {
             nqn: config().subsystem,
@@ -395,7 +396,7 @@ fn the_discovery_service_names_the_subsystem() {
     rig.host.start(0);
     rig.run_until(|rig| rig.host.state() == ControllerState::Live);
     let found = rig.events.iter().find_map(|event| match event {
-        FabricsHostEvent::Discovered(found, 0) => Some(found.clone()),
+        FabricsHostEvent::Discovered(found) => Some(found.entries.clone()),
         _ => None,
     });
     assert_eq!(found.unwrap()[0].port, 4420);

@@ -1,0 +1,167 @@
+//! A host with its admin connection: what an association and a look at a discovery service have in common.
+//!
+//! Owned by one thread, which calls [`AdminConnection::receive`] when the socket or the eventfd has something and at
+//! deadlines, then sends and takes events until there are none.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use blkyard_nvme::tcp::SendList;
+use blkyard_nvme::{FabricsHost, FabricsHostConfig, FabricsHostEvent};
+use blkyard_sys::{EventFd, PollFd, PollFlags};
+
+use crate::nvme_tcp::admin_stream::{AdminStream, AdminStreamState, ConnectAttempt};
+
+/// Receives in one step.
+const RECEIVES_MAX: usize = 16;
+
+#[derive(Debug)]
+pub(super) struct AdminConnection {
+    pub(super) host: FabricsHost,
+    /// `HOST:PORT`, resolved before each connect.
+    address: String,
+    connect_max: Duration,
+    wake: Arc<EventFd>,
+    /// The association that waits for its stream.
+    awaited: Option<u64>,
+    attempt: Option<ConnectAttempt>,
+    stream: Option<AdminStream>,
+    list: SendList,
+    /// Address of the controller: that of the last stream.
+    peer: Option<SocketAddr>,
+    /// Why the last attempt failed.
+    pub(super) cause: Option<String>,
+}
+
+impl AdminConnection {
+    /// `wake` is signalled when an attempt to connect has ended.
+    pub(super) fn new(config: FabricsHostConfig, address: String, wake: Arc<EventFd>) -> AdminConnection {
+        AdminConnection {
+            connect_max: Duration::from_nanos(config.connect_ns),
+            host: FabricsHost::new(config),
+            address,
+            wake,
+            awaited: None,
+            attempt: None,
+            stream: None,
+            list: SendList::new(SendList::PIECES_MIN),
+            peer: None,
+            cause: None,
+        }
+    }
+
+    /// Address of the controller, once there was a stream.
+    pub(super) fn peer(&self) -> Option<SocketAddr> {
+        self.peer
+    }
+
+    /// Why the last attempt failed, or the association was lost.
+    pub(super) fn why(&self) -> String {
+        let error = self.host.error().map(|error| error.to_string());
+        match (&self.cause, error) {
+            (Some(cause), Some(error)) => format!("{cause}; {error}"),
+            (Some(cause), None) => cause.clone(),
+            (None, error) => error.unwrap_or_else(|| "the association failed".into()),
+        }
+    }
+
+    /// Takes what has come: the outcome of a connect, and bytes.
+    pub(super) fn receive(&mut self, now_ns: u64) {
+        self.look_at_attempt(now_ns);
+        for _ in 0..RECEIVES_MAX {
+            let Some(stream) = &mut self.stream else { return };
+            let association = stream.association;
+            let (bytes, mut state) = stream.receive();
+            if bytes.is_empty() && state == AdminStreamState::Open {
+                state = stream.send();
+                if state == AdminStreamState::Open {
+                    return;
+                }
+            } else {
+                self.host.admin_receive(association, bytes, now_ns);
+            }
+            if state == AdminStreamState::Lost {
+                self.stream = None;
+                self.host.admin_lost(association, now_ns);
+                return self.host.admin_closed(association, now_ns);
+            }
+        }
+    }
+
+    /// Sends what the host has for the socket.
+    pub(super) fn send(&mut self, now_ns: u64) {
+        while let Some(stream) = self.stream.as_mut().filter(|stream| stream.can_send())
+            && self.host.admin_wants_send()
+        {
+            self.list.clear();
+            let Some(number) = self.host.admin_fill(&mut self.list) else { return };
+            stream.push(self.host.admin_memory(), &self.list);
+            // What fails is seen with the next receive.
+            stream.send();
+            let association = stream.association;
+            // The list was copied.
+            self.host.admin_sent(association, number, now_ns);
+        }
+    }
+
+    /// The next event that is not about the stream.
+    pub(super) fn next_event(&mut self, now_ns: u64) -> Option<FabricsHostEvent> {
+        loop {
+            match self.host.next_event()? {
+                FabricsHostEvent::Open(association) => {
+                    self.awaited = Some(association);
+                    self.connect();
+                }
+                FabricsHostEvent::Close(association) => {
+                    self.awaited = None;
+                    self.send(now_ns);
+                    if let Some(stream) = self.stream.take() {
+                        stream.close();
+                    }
+                    self.host.admin_closed(association, now_ns);
+                }
+                event => return Some(event),
+            }
+        }
+    }
+
+    /// What to wait for.
+    pub(super) fn events(&self) -> Vec<PollFd<'_>> {
+        let mut events = vec![PollFd::new(&*self.wake, PollFlags::IN)];
+        if let Some(stream) = &self.stream {
+            let (socket, flags) = stream.events();
+            events.push(PollFd::from_borrowed_fd(socket, flags));
+        }
+        events
+    }
+
+    fn look_at_attempt(&mut self, now_ns: u64) {
+        let Some(outcome) = self.attempt.as_ref().and_then(ConnectAttempt::outcome) else { return };
+        let Some(attempt) = self.attempt.take() else { return };
+        if self.awaited != Some(attempt.association) {
+            // It was given up meanwhile.
+            return self.connect();
+        }
+        self.awaited = None;
+        match outcome.map(|socket| AdminStream::new(attempt.association, socket)) {
+            Ok(Some(stream)) => {
+                (self.peer, self.cause) = (Some(stream.peer), None);
+                self.stream = Some(stream);
+                self.host.admin_opened(attempt.association, now_ns);
+            }
+            Ok(None) => self.host.admin_closed(attempt.association, now_ns),
+            Err(cause) => {
+                self.cause = Some(cause);
+                self.host.admin_closed(attempt.association, now_ns);
+            }
+        }
+    }
+
+    /// Begins to connect, unless an earlier attempt has not ended.
+    fn connect(&mut self) {
+        if let (None, Some(association)) = (&self.attempt, self.awaited) {
+            self.attempt = Some(ConnectAttempt::begin(association, &self.address, self.connect_max, &self.wake));
+        }
+    }
+}
