@@ -3,6 +3,7 @@
 
 use std::net::{SocketAddr, TcpListener};
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use blkyard_nvme::fabrics::{ANY_CONTROLLER, DISCOVERY_NQN};
 use blkyard_nvme::{
@@ -57,6 +58,24 @@ fn two_ports_are_one_subsystem() {
     }
     hosts[0].io[0].write(1, 8, &[7; 4096]);
     assert_eq!(hosts[1].io[0].read(1, 8, 4096), [7; 4096]);
+    daemon.stop();
+}
+
+#[test]
+fn each_command_is_answered_while_its_queue_is_parked() {
+    // Commands that are refused at once, at any time after the last one: also when the lane, which has another queue
+    // that is busier, parks this one and then falls asleep.
+    let folder = tempfile::tempdir().unwrap();
+    let (daemon, addresses) = two_ports(folder.path(), [""; 2]);
+    let mut hosts = addresses.map(|address| TcpHost::connect(address, NQN, HOST, None, 2));
+    for round in 0..4000_u32 {
+        let start = Instant::now();
+        while start.elapsed() < Duration::from_micros(u64::from(round / 4 % 64)) {
+            std::hint::spin_loop();
+        }
+        let queue = &mut hosts[round as usize % 2].io[round as usize / 2 % 2];
+        assert_eq!(queue.run(Sqe::new(0x99, 1), &[], 0).status, NvmeStatus::INVALID_OPCODE.with_dnr());
+    }
     daemon.stop();
 }
 

@@ -253,10 +253,10 @@ impl QueueSession for NvmeTcpQueueSession {
         is_sent
     }
 
-    /// Bytes that come later signal the kick.
+    /// Bytes that come later signal the kick, and so does room for bytes in a full socket.
     fn arm(&mut self) -> bool {
         let Some(state) = self.state.as_deref_mut().filter(|state| !state.is_over) else { return false };
-        state.queue.has_ready() || state.receive()
+        state.queue.has_ready() || state.has_news() || state.receive()
     }
 
     fn disarm(&mut self) {}
@@ -314,6 +314,13 @@ impl TcpQueueState {
                 true
             }
         }
+    }
+
+    /// Whether the next round sends answers, or reports the end of the connection. A lane may look for work twice
+    /// before that round: to park the queue, and to sleep. What the first look received is not lost at the second.
+    fn has_news(&self) -> bool {
+        let socket = self.socket.get();
+        (self.queue.wants_send() && socket.has_room()) || (self.queue.end_reason().is_some() && !socket.is_sending())
     }
 
     /// Sends answers, as far as the kernel takes them. Returns whether it took anything.
