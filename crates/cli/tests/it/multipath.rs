@@ -31,7 +31,8 @@ impl Rig<'_> {
         let addresses = listeners.map(|listener| listener.local_addr().unwrap());
         let targets = [0, 1].map(|path| Some(target(folder, addresses[path], path)));
         let paths = addresses.map(|address| format!("nvme-tcp://{address}/{NQN}")).join(",");
-        let device = format!("multipath:{paths}?queues=2&keep_alive_s=1&reconnect_delay_s=1&{options}");
+        // A hung target is to be noticed by its I/O: long enough for a load to begin, on a busy machine too.
+        let device = format!("multipath:{paths}?queues=2&keep_alive_s=5&reconnect_delay_s=1&{options}");
         let words = ["--control", "c", "--lanes", "2", "--device", &device, "--export", "vhost-user-blk:s?queues=2"];
         let daemon = Daemon::start(folder, &words);
         Rig { folder, addresses, targets, daemon, _disk: disk }
