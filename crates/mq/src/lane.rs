@@ -122,7 +122,7 @@ pub trait Poller<Cx: ?Sized> {
     fn run_once(&mut self, cx: &mut Cx, now_ns: u64) -> PollerState;
 
     /// Asks both sides of the queue, guest and device, to signal from now on. True if something came in before they
-    /// were asked: then do not sleep.
+    /// were asked: then do not sleep. It may have been taken in, so a round follows before the next call.
     fn arm(&mut self) -> bool;
 
     /// They need not signal any more.
@@ -386,9 +386,7 @@ impl<S> Lane<S> {
             }
             busiest = busiest.max(state);
         }
-        if long_idle && self.active.len() > 1 {
-            self.park::<Cx>();
-        }
+        let finds_work = long_idle && self.active.len() > 1 && self.park::<Cx>();
         if now_ns.saturating_sub(self.last_tick_ns) >= TICK_NS {
             self.last_tick_ns = now_ns;
             self.slots.iter_mut().flatten().for_each(|resident| resident.poller.tick(now_ns));
@@ -403,7 +401,7 @@ impl<S> Lane<S> {
         if self.active.iter().all(is_over) && self.pollers().all(S::is_over) {
             return Idle::End;
         }
-        if self.lookout.goes_on(now_ns) {
+        if self.lookout.goes_on(now_ns) || finds_work {
             return Idle::Turn;
         }
         self.armed = true;

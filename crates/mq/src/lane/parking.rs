@@ -156,15 +156,16 @@ impl<S> Lane<S> {
 
     /// Parks the pollers that have been idle for long, but for the one that was busy last: it is the likeliest to be
     /// wanted next, and a turn has at least one. A poller that finds work while it is armed is not parked, nor one
-    /// that is to leave or whose deadline is due.
+    /// that is to leave or whose deadline is due. Returns whether one found work.
     #[cold]
-    pub(super) fn park<Cx: ?Sized>(&mut self)
+    pub(super) fn park<Cx: ?Sized>(&mut self) -> bool
     where
         S: Poller<Cx>,
     {
         let (park_ns, now_ns) = (self.park_ns, self.now_ns);
         let latest = self.active.iter().copied().max_by_key(|&slot| resident(&self.slots, slot).busy_ns);
         let mut active = std::mem::take(&mut self.active);
+        let mut finds_work = false;
         active.retain(|&slot| {
             let resident = resident_mut(&mut self.slots, slot);
             if now_ns.saturating_sub(resident.busy_ns) <= park_ns || Some(slot) == latest {
@@ -182,6 +183,7 @@ impl<S> Lane<S> {
                 return false;
             }
             if can_wait {
+                finds_work = true;
                 resident.poller.disarm();
             }
             // Checked again after the same time.
@@ -190,5 +192,6 @@ impl<S> Lane<S> {
         });
         self.active = active;
         self.share_turn::<Cx>(None);
+        finds_work
     }
 }

@@ -174,6 +174,18 @@ fn a_poller_that_finds_work_as_it_is_parked_goes_on() {
 }
 
 #[test]
+fn work_that_is_found_by_parking_is_not_slept_over() {
+    let mut lane = lane(vec![Fake::default(), Fake::default()], 0);
+    assert_eq!(lane.turn(&mut (), 0), Idle::Sleep(None));
+    fake(&mut lane, 0).comes_while_arming = true;
+    let runs = fake(&mut lane, 0).runs;
+    // Taken in by the first look, it is not there at the second.
+    assert_eq!(lane.turn(&mut (), 70_000), Idle::Turn);
+    assert_eq!(lane.turn(&mut (), 70_001), Idle::Sleep(None));
+    assert_eq!(fake(&mut lane, 0).runs, runs + 2);
+}
+
+#[test]
 fn a_parked_poller_with_a_deadline_has_one_round_when_it_is_due() {
     let busy = Fake { work: u32::MAX, ..Fake::default() };
     let mut lane = lane(vec![Fake { due: Some(1_000_000), ..Fake::default() }, busy], 0);
