@@ -119,8 +119,8 @@ fn host(ground: &ScenarioContext) -> Result<()> {
     discover.args(["nvme", "discover", "-a", &ip, "-s", &port, "-o", "json"]);
     let said = process::succeed("blkyard nvme discover", &discover, CLIENT_LIMIT)?;
     let log: Value = serde_json::from_str(&said)?;
-    let nqns = log["records"].as_array().into_iter().flatten().map(|record| &record["subnqn"]);
-    ensure!(nqns.clone().any(|nqn| nqn == NQN), "the discovery service of Linux names no {NQN}:\n{said}");
+    let mut nqns = log["records"].as_array().into_iter().flatten().map(|record| &record["subnqn"]);
+    ensure!(nqns.any(|nqn| nqn == NQN), "the discovery service of Linux names no {NQN}:\n{said}");
     for options in ["", "&header_digest=on&data_digest=on"] {
         let device = format!("nvme-tcp://{address}/{NQN}?queues=2{options}");
         for pattern in ["randwrite", "randread"] {

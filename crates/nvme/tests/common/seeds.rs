@@ -1,4 +1,4 @@
-//! Seeds of the walks over TCP.
+//! Seeds of the walks.
 
 use std::ops::Range;
 

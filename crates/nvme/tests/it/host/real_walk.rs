@@ -5,8 +5,9 @@ use blkyard_nvme::{ControllerState, NvmeHostConfig};
 
 use crate::host::real::{RealController, device, namespaces};
 use crate::host::rig::{MS, Rig, S, config};
-use crate::host::walk::{Chance, seeds};
+use crate::host::walk::Chance;
 use crate::host::wide::WideCounts;
+use crate::seeds::seeds;
 
 /// Walks per test run.
 const SEEDS: u64 = 4000;
@@ -131,7 +132,7 @@ fn no_walk_of_both_sides_loses_a_request() {
     let (mut lives, mut bios, mut failures, asked) = (0, 0, 0, seeds());
     let mut wide = WideCounts::default();
     for seed in asked.clone().unwrap_or(0..SEEDS) {
-        println!("NVME_WALK={seed}");
+        println!("BLKYARD_SEED={seed}");
         let mut walk = RealWalk::new(seed);
         for _ in 0..STEPS {
             walk.step();

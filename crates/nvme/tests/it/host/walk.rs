@@ -1,16 +1,15 @@
 //! Random walks: host, queues and controller move in any order, messages arrive late, and the controller fails. A walk
-//! can be repeated by its seed: `NVME_WALK=SEED`; `NVME_WALK=FIRST..END` runs others.
+//! can be repeated by its seed: `BLKYARD_SEED=SEED`; `BLKYARD_SEED=FIRST..END` runs others.
 //!
 //! Checked at every step: a bio completes once; a read finds the last written data; the controller accesses no returned
 //! memory; a controller that was repaired or unplugged leaves no bio behind.
-
-use std::ops::Range;
 
 use blkyard_mq::{Op, Status};
 use blkyard_nvme::{ControllerState, NvmeHostConfig, NvmeStatus, admin};
 
 use crate::host::fake::{FakeTransport, namespace};
 use crate::host::rig::{MS, Rig, S, config};
+use crate::seeds::seeds;
 
 /// Walks per test run.
 const SEEDS: u64 = 2000;
@@ -256,23 +255,13 @@ fn walk(seed: u64, seen: &mut Seen) {
     seen.stale += faults.sum::<u64>();
 }
 
-/// Seeds by `NVME_WALK`: one, or FIRST..END for a test of hours.
-pub fn seeds() -> Option<Range<u64>> {
-    let asked = std::env::var("NVME_WALK").ok()?;
-    let number = |text: &str| text.parse().unwrap_or_else(|_| panic!("NVME_WALK={asked}: use SEED or FIRST..END"));
-    Some(match asked.split_once("..") {
-        Some((first, end)) => number(first)..number(end),
-        None => number(&asked)..number(&asked) + 1,
-    })
-}
-
 #[test]
 fn no_walk_loses_a_request_or_touches_memory_that_was_given_back() {
     let mut seen = Seen::default();
     let asked = seeds();
     for seed in asked.clone().unwrap_or(0..SEEDS) {
         // The seed is only printed if the walk fails.
-        println!("NVME_WALK={seed}");
+        println!("BLKYARD_SEED={seed}");
         walk(seed, &mut seen);
     }
     println!("{seen:?}");
