@@ -1,0 +1,161 @@
+//! Associations of an export: their controllers' work and flushes, and their end.
+
+use std::sync::{Arc, PoisonError};
+use std::time::Instant;
+
+use blkyard_nvme::{ControllerQueueCommand, ControllerRequest};
+
+use super::super::connection::{ConnectionPhase, TargetConnection};
+use super::{DRAIN_POLL, IoQueueState, NvmeTcpError, NvmeTcpSession, RunningFlush, ServedConnection};
+
+impl NvmeTcpSession {
+    /// Ends an association: no further command of it is executed.
+    pub(super) fn end_association(&mut self, id: u16, now: Instant) -> Result<(), NvmeTcpError> {
+        if self.ending.contains(&id) || self.subsystem.association(id).is_none() {
+            return Ok(());
+        }
+        self.ending.push(id);
+        for connection in self.connections.values_mut() {
+            if matches!(connection.phase, ConnectionPhase::Admin(of) if of == id) {
+                connection.close(now);
+            }
+        }
+        for number in 0..self.queues.len() {
+            if self.queues[number].as_ref().is_some_and(|queue| queue.controller == id) {
+                self.end_queue(number)?;
+            }
+        }
+        self.drain_at = Some(now);
+        Ok(())
+    }
+
+    /// Has a controller work, and passes on its answers and requests.
+    pub(super) fn advance(&mut self, id: u16, now: Instant) -> Result<(), NvmeTcpError> {
+        let now_ns = self.now_ns(now);
+        let Some(association) = self.subsystem.association(id) else { return Ok(()) };
+        let controller = &mut association.controller;
+        controller.poll(now_ns);
+        let is_expired = controller.is_expired();
+        let completions: Vec<_> = std::iter::from_fn(|| controller.take_completion()).collect();
+        let requests: Vec<_> = std::iter::from_fn(|| controller.take_request()).collect();
+        if !completions.is_empty() {
+            let is_its = |one: &&mut TargetConnection| matches!(one.phase, ConnectionPhase::Admin(of) if of == id);
+            if let Some(connection) = self.connections.values_mut().find(is_its) {
+                completions.into_iter().for_each(|completion| connection.queue.complete(completion));
+                connection.send();
+            }
+        }
+        for request in requests {
+            self.obey(id, request)?;
+        }
+        if is_expired && !self.ending.contains(&id) {
+            let host = self.subsystem.association(id).map(|association| association.host().to_string());
+            let host = host.unwrap_or_default();
+            self.log.warn(format_args!("host {host} is disconnected: its keep-alive timer has expired"));
+            self.end_association(id, now)?;
+        }
+        Ok(())
+    }
+
+    /// Executes a request of a controller.
+    pub(super) fn obey(&mut self, id: u16, request: ControllerRequest) -> Result<(), NvmeTcpError> {
+        match request {
+            ControllerRequest::Queue(qid, command) => {
+                let is_its = |queue: &ServedConnection| queue.controller == id && queue.qid == qid;
+                let place = self.queues.iter().position(|queue| queue.as_ref().is_some_and(is_its));
+                let Some(number) = place else {
+                    // Its connection ended at the same time.
+                    self.disconnect(id, qid);
+                    return Ok(());
+                };
+                match command {
+                    ControllerQueueCommand::SetNamespaces(table) => {
+                        // Changes of devices stop all queues first.
+                        let slot = self.queues[number].as_ref().map(|queue| Arc::clone(&queue.slot));
+                        if let Some(state) =
+                            slot.and_then(|slot| slot.lock().unwrap_or_else(PoisonError::into_inner).take())
+                        {
+                            let mut state = state;
+                            state.queue.set_namespaces(table);
+                            self.put_back(number, state);
+                        }
+                    }
+                    _ => self.end_queue(number)?,
+                }
+            }
+            ControllerRequest::Flush(number) => self.flush(id, number)?,
+            ControllerRequest::Create(_) => unreachable!("queues of fabrics are connected"),
+        }
+        Ok(())
+    }
+
+    /// Starts a flush of all devices, by any queue.
+    pub(super) fn flush(&mut self, controller: u16, number: u64) -> Result<(), NvmeTcpError> {
+        let runs = |queue: &Option<ServedConnection>| {
+            queue.as_ref().is_some_and(|queue| matches!(queue.state, IoQueueState::Running))
+        };
+        let running = self.queues.iter().position(runs);
+        let is_free =
+            |place: &usize| self.queues[*place].is_none() && self.flushes.iter().all(|flush| flush.queue != *place);
+        let free = (0..self.queues.len()).find(is_free);
+        let Some(queue) = running.or(free) else {
+            // All queues drain, which takes as long as their devices: later flushes find one.
+            self.report_flush(controller, number, false);
+            return Ok(());
+        };
+        let has_session = running.is_none();
+        if has_session && let Err(why) = self.config.queues[queue].run(self.setup(queue, None))? {
+            self.log.warn(format_args!("the devices cannot be flushed: {why}"));
+            self.report_flush(controller, number, false);
+            return Ok(());
+        }
+        let pending = self.config.queues[queue].begin_flush()?;
+        self.flushes.push(RunningFlush { controller, number, queue, pending, has_session });
+        self.drain_at = Some(Instant::now());
+        Ok(())
+    }
+
+    pub(super) fn report_flush(&mut self, controller: u16, number: u64, is_durable: bool) {
+        let Some(association) = self.subsystem.association(controller) else { return };
+        if is_durable {
+            association.controller.flushed(number);
+        } else {
+            association.controller.flush_failed(number);
+        }
+    }
+
+    /// Looks at queues that drain and at flushes, and ends what has drained.
+    pub(super) fn drain(&mut self, now: Instant) -> Result<(), NvmeTcpError> {
+        if self.drain_at.is_none_or(|at| at > now) {
+            return Ok(());
+        }
+        self.drain_at = None;
+        for place in (0..self.flushes.len()).rev() {
+            let Some(is_durable) = self.flushes[place].pending.wait_until(Some(now))? else { continue };
+            let RunningFlush { controller, number, queue, has_session, .. } = self.flushes.swap_remove(place);
+            if has_session {
+                // It has no request: this ends at once.
+                self.config.queues[queue].suspend()?.wait()?;
+            }
+            self.report_flush(controller, number, is_durable);
+            self.advance(controller, now)?;
+        }
+        for number in 0..self.queues.len() {
+            self.drain_queue(number, Some(now))?;
+            self.finish_queue(number, now)?;
+        }
+        let is_draining = self.queues.iter().flatten().any(|queue| !matches!(queue.state, IoQueueState::Running));
+        for id in std::mem::take(&mut self.ending) {
+            if self.queues.iter().flatten().any(|queue| queue.controller == id) {
+                self.ending.push(id);
+                continue;
+            }
+            self.subsystem.remove(id);
+            self.reconnect(now)?;
+        }
+        if is_draining || !self.flushes.is_empty() || !self.ending.is_empty() {
+            self.drain_at = Some(now + DRAIN_POLL);
+        }
+        Ok(())
+    }
+}
