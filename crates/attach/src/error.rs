@@ -145,6 +145,14 @@ pub enum AttachError {
         /// Cure.
         cure: String,
     },
+    /// A controller does not answer: it may later.
+    #[error("{disk}: {cause}")]
+    Unreachable {
+        /// Name of the disk.
+        disk: String,
+        /// Cause and cure.
+        cause: String,
+    },
     /// A controller cannot be opened, or brought up.
     #[error("{disk}: {cause}")]
     Controller {

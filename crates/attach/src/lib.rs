@@ -41,7 +41,10 @@ pub use connector::Connector;
 pub use error::{AttachError, TalkError};
 pub use mailbox::DriverQueueView;
 pub use nvme::{HostParts, NamespaceConfig, NamespaceQueue, NamespaceView, NvmeTransport, RemoteNamespace};
-pub use nvme_tcp::{TcpNamespace, TcpNamespaceConfig, TcpNamespaceQueue, TcpNamespaceView, read_discovery_log};
+pub use nvme_tcp::{
+    AcceptNamespace, LateNamespace, TcpNamespace, TcpNamespaceConfig, TcpNamespaceQueue, TcpNamespaceView,
+    read_discovery_log,
+};
 pub use protocol::RemoteOptions;
 pub use queue::RemoteQueue;
 pub use remote::RemoteDisk;

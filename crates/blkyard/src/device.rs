@@ -11,7 +11,7 @@ use std::ops::Deref;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use blkyard_attach::Connector;
+use blkyard_attach::{Connector, LateNamespace};
 use blkyard_mem::DmaDomain;
 use blkyard_mpath::{MultipathSettings, PathCounters, PathMonitor, PathState};
 use blkyard_mq::{DeviceInfo, Driver, QueueKind, Region, SECTOR_SHIFT, TagSet};
@@ -141,6 +141,20 @@ pub trait DeviceOps: Debug + Send + Sync {
         None
     }
 
+    /// Opens another path to the same disk, of a name whose device does not answer: it is connected in the background.
+    /// The name is one of the same kind.
+    ///
+    /// # Errors
+    /// See [`DeviceError`]; also for a kind whose paths have to answer when they are opened.
+    fn later_path(&self, spec: &Spec, _late: LatePath) -> Result<Device, DeviceError> {
+        Err(SpecError::new(&spec.name, "paths of this kind are not connected later", "start its server first").into())
+    }
+
+    /// Why it is not connected, if it is not and knows.
+    fn loss(&self) -> Option<String> {
+        None
+    }
+
     /// The paths of a device over several; empty for another.
     fn paths(&self) -> Vec<DevicePath> {
         Vec::new()
@@ -167,6 +181,9 @@ pub trait DeviceOps: Debug + Send + Sync {
     }
 }
 
+/// A path that is to be connected in the background, and what it must keep.
+pub type LatePath = LateNamespace;
+
 /// A path of a device over several, for inspection.
 #[derive(Clone, Debug)]
 pub struct DevicePath {
@@ -174,6 +191,8 @@ pub struct DevicePath {
     pub name: String,
     /// Its state.
     pub state: PathState,
+    /// Why it is not connected.
+    pub loss: Option<String>,
     /// Counters of all queues together; of the last choice, that of the queue that chose last.
     pub counters: PathCounters,
 }

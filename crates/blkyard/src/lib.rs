@@ -26,5 +26,7 @@ pub use blkyard_mq::{
     Segment, Span, Status,
 };
 pub use buffers::DiskBuffers;
-pub use device::{Backing, Device, DeviceError, DeviceHandover, DeviceOps, DevicePath, DeviceQueue, QueueDriver};
+pub use device::{
+    Backing, Device, DeviceError, DeviceHandover, DeviceOps, DevicePath, DeviceQueue, LatePath, QueueDriver,
+};
 pub use disk::{Disk, DiskConfig, DiskError, Meet, Queues, Submitter, queue_depth};

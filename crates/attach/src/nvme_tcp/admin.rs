@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use blkyard_nvme::tcp::SendList;
-use blkyard_nvme::{FabricsHost, FabricsHostConfig, FabricsHostEvent};
+use blkyard_nvme::{FabricsHost, FabricsHostConfig, FabricsHostError, FabricsHostEvent};
 use blkyard_sys::{EventFd, PollFd, PollFlags};
 
 use crate::nvme_tcp::admin_stream::{AdminStream, AdminStreamState, ConnectAttempt};
@@ -60,6 +60,8 @@ impl AdminConnection {
     pub(super) fn why(&self) -> String {
         let error = self.host.error().map(|error| error.to_string());
         match (&self.cause, error) {
+            // A reset of our own, for this cause.
+            (Some(cause), _) if self.host.error() == Some(FabricsHostError::Reset) => cause.clone(),
             (Some(cause), Some(error)) => format!("{cause}; {error}"),
             (Some(cause), None) => cause.clone(),
             (None, error) => error.unwrap_or_else(|| "the association failed".into()),

@@ -13,7 +13,7 @@ use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::{Duration, Instant};
 
 use blkyard_mpath::{AccessState, ConnectionState};
-use blkyard_mq::{HeldBack, LogLimit, QueueKind};
+use blkyard_mq::{HeldBack, LogLimit, QueueCounts, QueueKind};
 use blkyard_nvme::{AnaState, ControllerState, FabricsHostEvent, FabricsIoQueue, ScannedNamespace};
 use blkyard_sys::EventFd;
 
@@ -21,7 +21,7 @@ use crate::AttachError;
 use crate::nvme::{check_same, find_namespace};
 use crate::nvme_tcp::TcpNamespaceConfig;
 use crate::nvme_tcp::admin::AdminConnection;
-use crate::nvme_tcp::disk::TcpShared;
+use crate::nvme_tcp::disk::{AwaitedNamespace, TcpShared};
 use crate::nvme_tcp::mailbox::{OpenedTcpQueue, TcpCommand, TcpQueueMailbox};
 
 /// Time for an orderly end.
@@ -39,6 +39,8 @@ pub(super) struct TcpControl {
     queues: Vec<Option<Arc<TcpQueueMailbox>>>,
     /// As it was when the disk was opened; its size aside.
     namespace: Option<ScannedNamespace>,
+    /// Set until a namespace that was not there when the disk was opened has been found and accepted.
+    awaited: Option<AwaitedNamespace>,
     deadline_ns: Option<u64>,
     /// Whether an attempt has failed since the start or the last success.
     has_failed: bool,
@@ -47,14 +49,13 @@ pub(super) struct TcpControl {
 }
 
 impl TcpControl {
-    /// Connects, and waits until the controller is live. The first failure is an error: the address may be wrong.
-    pub(super) fn open(
+    pub(super) fn new(
         config: TcpNamespaceConfig,
         shared: Arc<TcpShared>,
         commands: Receiver<TcpCommand>,
         wake: Arc<EventFd>,
-    ) -> Result<TcpControl, AttachError> {
-        let mut control = TcpControl {
+    ) -> TcpControl {
+        TcpControl {
             admin: AdminConnection::new(config.host.clone(), config.address.clone(), Arc::clone(&wake)),
             began: config.clock.now(),
             config,
@@ -63,24 +64,43 @@ impl TcpControl {
             wake,
             queues: Vec::new(),
             namespace: None,
+            awaited: None,
             deadline_ns: None,
             has_failed: false,
             is_over: false,
             log: LogLimit::default(),
-        };
-        control.admin.host.start(0);
-        loop {
-            control.step();
-            if control.has_failed {
-                let cause = control.admin.why();
-                control.shut_down();
-                return Err(AttachError::Controller { disk: control.config.name, cause });
-            }
-            if control.namespace.is_some() {
-                return Ok(control);
-            }
-            control.wait();
         }
+    }
+
+    /// Connects, and waits until the controller is live. The first failure is an error: the address may be wrong.
+    pub(super) fn open(&mut self) -> Result<(), AttachError> {
+        self.admin.host.start(0);
+        loop {
+            self.step();
+            if self.has_failed {
+                let (disk, cause) = (self.config.name.clone(), self.admin.why());
+                // It is about to try again: unless it has refused us for good, or has no such namespace.
+                let is_lost = self.admin.host.state() == ControllerState::Connecting;
+                self.shut_down();
+                return Err(if is_lost {
+                    AttachError::Unreachable { disk, cause }
+                } else {
+                    AttachError::Controller { disk, cause }
+                });
+            }
+            if self.namespace.is_some() {
+                return Ok(());
+            }
+            self.wait();
+        }
+    }
+
+    /// Begins to connect to the controller of a namespace that is known from elsewhere, with so many queues.
+    pub(super) fn wait_for(&mut self, known: ScannedNamespace, awaited: AwaitedNamespace, counts: QueueCounts) {
+        let entries = awaited.late.depth + 1;
+        self.admin.host.assume(entries.try_into().unwrap_or(u16::MAX), counts);
+        (self.namespace, self.awaited) = (Some(known), Some(awaited));
+        self.admin.host.start(0);
     }
 
     fn now_ns(&self) -> u64 {
@@ -92,9 +112,13 @@ impl TcpControl {
         self.namespace.as_ref()
     }
 
-    /// I/O queues that may be open.
-    pub(super) fn queues_max(&self) -> usize {
-        self.admin.host.queue_counts().map_or(0, |counts| counts.default + counts.read + counts.poll)
+    /// I/O queues that may be open, by kind.
+    pub(super) fn counts(&self) -> Option<QueueCounts> {
+        self.admin.host.queue_counts()
+    }
+
+    fn queues_max(&self) -> usize {
+        self.counts().map_or(0, QueueCounts::total)
     }
 
     /// Requests that a queue may have in flight.
@@ -189,10 +213,11 @@ impl TcpControl {
                 }
             }
             FabricsHostEvent::Live => self.live(now_ns),
-            FabricsHostEvent::NamespacesChanged => self.look_at_namespace(now_ns),
+            FabricsHostEvent::NamespacesChanged => _ = self.look_at_namespace(now_ns),
             FabricsHostEvent::Lost(error) => {
                 self.set_connection(ConnectionState::Resetting);
-                self.note_loss(error.to_string());
+                let why = self.admin.why();
+                self.note_loss(why);
                 self.say(|name, held_back| {
                     tracing::warn!("{name}: {error}: I/O waits, and the connection is made again{held_back}");
                 });
@@ -266,6 +291,9 @@ impl TcpControl {
                 }
             }
         }
+        if !self.look_at_namespace(now_ns) {
+            return;
+        }
         (self.has_failed, self.admin.cause) = (false, None);
         self.look_at_access();
         self.set_connection(ConnectionState::Live);
@@ -273,31 +301,60 @@ impl TcpControl {
             view.is_connected = true;
             view.sessions += 1;
         });
-        self.look_at_namespace(now_ns);
     }
 
     /// Whether the namespace is as it was. One that is not ends the association, and I/O waits for another.
-    fn look_at_namespace(&mut self, now_ns: u64) {
-        let Some(known) = &self.namespace else { return };
+    fn look_at_namespace(&mut self, now_ns: u64) -> bool {
+        let Some(known) = &self.namespace else { return false };
+        let found = match &self.awaited {
+            None => self.find_known(known),
+            Some(awaited) => self.find_awaited(known, awaited),
+        };
+        match found {
+            Ok(found) => self.found(found),
+            Err(why) => {
+                let until = if self.awaited.is_some() { "not used until that changes" } else { "I/O waits until then" };
+                self.say(|name, held_back| tracing::error!("{name}: {why}; {until}{held_back}"));
+                self.admin.cause = Some(why);
+                self.admin.host.reset(now_ns);
+                return false;
+            }
+        }
+        true
+    }
+
+    fn find_known(&self, known: &ScannedNamespace) -> Result<ScannedNamespace, String> {
         let nsid = known.namespace.nsid;
         let found = self.admin.host.namespaces().iter().find(|found| found.namespace.nsid == nsid);
-        let found = found.ok_or_else(|| format!("namespace {nsid} was removed; attach it again"));
-        match found.and_then(|found| check_same(known, found).map(|()| found.info.capacity_sectors)) {
-            Ok(sectors) => {
-                let old = self.shared.set_capacity(sectors);
-                if old != sectors && old != 0 {
-                    self.say(|name, held_back| {
-                        tracing::info!("{name}: the capacity changed from {old} to {sectors} sectors{held_back}");
-                    });
-                }
-            }
-            Err(why) => {
-                self.say(|name, held_back| {
-                    tracing::error!("{name}: {why}; I/O waits until it is as before{held_back}");
-                });
-                self.note_loss(why);
-                self.admin.host.reset(now_ns);
-            }
+        let found = found.ok_or_else(|| format!("namespace {nsid} was removed; attach it again"))?;
+        check_same(known, found).map(|()| found.clone())
+    }
+
+    /// The namespace that was not there when the disk was opened: it must keep what users were told of the disk.
+    fn find_awaited(&self, known: &ScannedNamespace, awaited: &AwaitedNamespace) -> Result<ScannedNamespace, String> {
+        let AwaitedNamespace { late, beside } = awaited;
+        let found = find_namespace(self.admin.host.namespaces(), Some(known.namespace.nsid))?;
+        (late.accepts)(beside.capacity(), &found.info, &found.ids)?;
+        let (queues, depth) = (self.queues_max(), self.depth());
+        if queues < late.queues || depth < late.depth {
+            let has = format!("the controller has {queues} I/O queues of {depth} requests");
+            return Err(format!("{has}, and the disk {} of {}; allow as many at the target", late.queues, late.depth));
+        }
+        Ok(found)
+    }
+
+    /// Goes on with the namespace.
+    fn found(&mut self, found: ScannedNamespace) {
+        let sectors = found.info.capacity_sectors;
+        let old = self.shared.set_capacity(sectors);
+        if old != sectors && old != 0 {
+            self.say(|name, held_back| {
+                tracing::info!("{name}: the capacity changed from {old} to {sectors} sectors{held_back}");
+            });
+        }
+        if self.awaited.take().is_some() {
+            tracing::info!("{}: connected, and used from now on", self.config.name);
+            self.namespace = Some(found);
         }
     }
 

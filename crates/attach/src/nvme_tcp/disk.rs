@@ -1,15 +1,16 @@
 //! A namespace over TCP as a disk: opening and operations.
 
+use std::fmt::Formatter;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicBool, AtomicU64};
-use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use blkyard_mpath::PathMonitor;
-use blkyard_mq::{DeviceInfo, QueueKind};
-use blkyard_nvme::NamespaceIds;
+use blkyard_mpath::{ConnectionState, PathMonitor};
+use blkyard_mq::{DeviceInfo, QueueCounts, QueueKind};
+use blkyard_nvme::{NamespaceIds, ScannedNamespace};
 use blkyard_sys::EventFd;
 
 use crate::AttachError;
@@ -49,9 +50,45 @@ impl TcpShared {
         change(&mut self.view.lock().unwrap_or_else(PoisonError::into_inner));
     }
 
+    /// The size, sectors; zero before it is known.
+    pub(super) fn capacity(&self) -> u64 {
+        self.capacity_sectors.load(Relaxed)
+    }
+
     /// Sets the size, sectors. Returns the previous one.
     pub(super) fn set_capacity(&self, sectors: u64) -> u64 {
         self.capacity_sectors.swap(sectors, Relaxed)
+    }
+}
+
+/// Whether a namespace that is found later is the awaited one: the size of the disk now, sectors; properties and
+/// identity of what was found. The error is cause and cure.
+pub type AcceptNamespace = dyn Fn(u64, &DeviceInfo, &NamespaceIds) -> Result<(), String> + Send;
+
+/// A namespace that is known from elsewhere, while its controller does not answer.
+pub struct LateNamespace {
+    /// Properties that users of the disk rely on.
+    pub info: DeviceInfo,
+    /// Queues and requests in each that they may have open.
+    pub queues: usize,
+    /// Requests in a queue.
+    pub depth: usize,
+    /// Why the controller could not be reached.
+    pub why: String,
+    /// Asked once the controller answers. What is refused is not used, and looked at again after a pause.
+    pub accepts: Box<AcceptNamespace>,
+}
+
+/// What a control thread has to check of a namespace that was late.
+pub(super) struct AwaitedNamespace {
+    pub(super) late: LateNamespace,
+    /// The disk that it is known from.
+    pub(super) beside: Arc<TcpShared>,
+}
+
+impl std::fmt::Debug for AwaitedNamespace {
+    fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("AwaitedNamespace").field("info", &self.late.info).finish_non_exhaustive()
     }
 }
 
@@ -65,10 +102,9 @@ pub struct TcpNamespace {
     /// Until the end.
     commands: Option<ControlSender<TcpCommand>>,
     config: TcpNamespaceConfig,
-    info: DeviceInfo,
-    nsid: u32,
-    ids: NamespaceIds,
-    queues: usize,
+    /// The namespace as it was found.
+    found: ScannedNamespace,
+    counts: QueueCounts,
     depth: usize,
     control: Mutex<Option<JoinHandle<()>>>,
 }
@@ -82,31 +118,72 @@ impl TcpNamespace {
         let failed = |source| AttachError::System { disk: config.name.clone(), source };
         let wake = Arc::new(EventFd::new().map_err(failed)?);
         let (shared, (sender, receiver)) = (Arc::new(TcpShared::default()), channel());
-        let control = TcpControl::open(config.clone(), Arc::clone(&shared), receiver, Arc::clone(&wake))?;
-        let Some(found) = control.namespace().cloned() else { unreachable!("the controller is live") };
-        let (queues, depth) = (control.queues_max(), control.depth());
+        let mut control = TcpControl::new(config.clone(), Arc::clone(&shared), receiver, Arc::clone(&wake));
+        control.open()?;
+        let (Some(found), Some(counts)) = (control.namespace().cloned(), control.counts()) else {
+            unreachable!("the controller is live")
+        };
+        TcpNamespace {
+            depth: control.depth(),
+            shared,
+            wake,
+            commands: None,
+            config,
+            found,
+            counts,
+            control: no_thread(),
+        }
+        .run(control, sender)
+    }
+
+    /// Another way to the namespace of `beside`, whose controller does not answer. It is connected in the background,
+    /// as after a loss. Its queues can be opened at once.
+    ///
+    /// # Errors
+    /// See [`AttachError`].
+    pub fn later(
+        config: TcpNamespaceConfig,
+        beside: &TcpNamespace,
+        late: LateNamespace,
+    ) -> Result<TcpNamespace, AttachError> {
+        let failed = |source| AttachError::System { disk: config.name.clone(), source };
+        let wake = Arc::new(EventFd::new().map_err(failed)?);
+        let (shared, (sender, receiver)) = (Arc::new(TcpShared::default()), channel());
+        shared.monitor.change(|state| state.connection = ConnectionState::Connecting);
+        shared.note(|view| view.last_loss = Some(late.why.clone()));
+        let (counts, depth) = (beside.counts, late.depth);
+        let found = ScannedNamespace { info: late.info.clone(), ..beside.found.clone() };
+        let mut control = TcpControl::new(config.clone(), Arc::clone(&shared), receiver, Arc::clone(&wake));
+        let awaited = AwaitedNamespace { late, beside: Arc::clone(&beside.shared) };
+        control.wait_for(found.clone(), awaited, counts);
+        TcpNamespace { depth, shared, wake, commands: None, config, found, counts, control: no_thread() }
+            .run(control, sender)
+    }
+
+    /// Starts the control thread.
+    fn run(mut self, control: TcpControl, sender: Sender<TcpCommand>) -> Result<TcpNamespace, AttachError> {
+        let failed = |source| AttachError::System { disk: self.config.name.clone(), source };
         let thread = std::thread::Builder::new().name("nvme-tcp".into());
-        let control = Mutex::new(Some(thread.spawn(move || control.run()).map_err(failed)?));
-        let commands = Some(ControlSender::new(sender, &wake, &wake));
-        let mut info = found.info;
-        (info.name, info.timeout_ns) = (config.name.clone(), config.io_max_ns);
-        let (nsid, ids) = (found.namespace.nsid, found.ids);
-        Ok(TcpNamespace { shared, wake, commands, config, info, nsid, ids, queues, depth, control })
+        self.control = Mutex::new(Some(thread.spawn(move || control.run()).map_err(failed)?));
+        self.commands = Some(ControlSender::new(sender, &self.wake, &self.wake));
+        let info = &mut self.found.info;
+        (info.name, info.timeout_ns) = (self.config.name.clone(), self.config.io_max_ns);
+        Ok(self)
     }
 
     /// Properties of the disk when it was attached.
     pub fn info(&self) -> &DeviceInfo {
-        &self.info
+        &self.found.info
     }
 
     /// Number of the namespace.
     pub fn nsid(&self) -> u32 {
-        self.nsid
+        self.found.namespace.nsid
     }
 
     /// Its identity.
     pub fn ids(&self) -> &NamespaceIds {
-        &self.ids
+        &self.found.ids
     }
 
     /// Makes it one of several paths to a device. Queues that are opened later end a request at once if the controller
@@ -116,14 +193,14 @@ impl TcpNamespace {
         Arc::clone(&self.shared.monitor)
     }
 
-    /// Its size now, sectors: the controller may tell of another one at any time.
+    /// Its size now, sectors: the controller may tell of another one at any time. Zero before the first connection.
     pub fn capacity_sectors(&self) -> u64 {
-        self.shared.capacity_sectors.load(Relaxed)
+        self.shared.capacity()
     }
 
     /// Queues that can be open at one time.
     pub fn queues_max(&self) -> usize {
-        self.queues
+        self.counts.total()
     }
 
     /// Requests that one queue can have in flight.
@@ -162,6 +239,10 @@ impl TcpNamespace {
         })??;
         Ok(TcpNamespaceQueue::new(opened, commands, self.config.host.connect_ns))
     }
+}
+
+fn no_thread() -> Mutex<Option<JoinHandle<()>>> {
+    Mutex::new(None)
 }
 
 impl Drop for TcpNamespace {

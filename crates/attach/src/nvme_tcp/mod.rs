@@ -27,7 +27,7 @@ use blkyard_nvme::FabricsHostConfig;
 use blkyard_sys::TimeSource;
 
 pub use discover::read_discovery_log;
-pub use disk::{TcpNamespace, TcpNamespaceView};
+pub use disk::{AcceptNamespace, LateNamespace, TcpNamespace, TcpNamespaceView};
 pub use queue::TcpNamespaceQueue;
 
 /// How a namespace is attached over TCP.

@@ -2,8 +2,11 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::panic::resume_unwind;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::ScopedJoinHandle;
 
+use blkyard_attach::{AcceptNamespace, AttachError};
 use blkyard_mem::{DmaDomain, PAGE_BYTES, Region};
 use blkyard_mpath::{
     MultipathQueue, MultipathSettings, MultipathStats, PATHS_MAX, PathCounters, PathMonitor, PolicyKind, QueuePath,
@@ -14,7 +17,7 @@ use blkyard_os::Ring;
 use blkyard_sys::{Epoll, EventFlags, Registered};
 
 use super::{DeviceKind, KINDS, MakeConnector, kind_of};
-use crate::device::{Backing, Device, DeviceError, DeviceHandover, DeviceOps, DevicePath, DeviceQueue};
+use crate::device::{Backing, Device, DeviceError, DeviceHandover, DeviceOps, DevicePath, DeviceQueue, LatePath};
 use crate::spec::{Spec, SpecError};
 
 pub(super) const KIND: DeviceKind =
@@ -40,7 +43,7 @@ fn open(mut spec: Spec, _: Option<MakeConnector<'_>>) -> Result<Device, DeviceEr
     if paths.len() > PATHS_MAX {
         return Err(wrong("it has too many paths", &format!("name at most {PATHS_MAX}")).into());
     }
-    let mut devices = Vec::with_capacity(paths.len());
+    let mut specs = Vec::with_capacity(paths.len());
     for path in paths {
         let mut path = Spec::parse(path)?;
         if path.scheme == SCHEME {
@@ -48,9 +51,29 @@ fn open(mut spec: Spec, _: Option<MakeConnector<'_>>) -> Result<Device, DeviceEr
             return Err(SpecError::new(&path.name, "a path is a device over several paths itself", cure).into());
         }
         options.iter().try_for_each(|(key, value)| path.set(key, value))?;
-        devices.push((kind_of(KINDS, &path)?.open)(path, None)?);
+        kind_of(KINDS, &path)?;
+        specs.push(path);
     }
-    Ok(MultipathDevice::new(&spec, devices, settings, is_unidentified)?.into())
+    Ok(MultipathDevice::open(&spec, &specs, settings, is_unidentified)?.into())
+}
+
+/// Opens all paths at the same time: one that does not answer takes its whole timeout.
+fn open_all(specs: &[Spec]) -> Vec<Result<Device, DeviceError>> {
+    std::thread::scope(|scope| {
+        let open = |spec: &Spec| (kind_of(KINDS, spec)?.open)(spec.clone(), None);
+        let threads: Vec<_> = specs.iter().map(|spec| scope.spawn(move || open(spec))).collect();
+        let outcome = |thread: ScopedJoinHandle<'_, _>| thread.join().unwrap_or_else(|panic| resume_unwind(panic));
+        threads.into_iter().map(outcome).collect()
+    })
+}
+
+/// Why the controller of a path does not answer, if that is why it could not be opened.
+fn unreachable_cause(error: &DeviceError) -> Option<&str> {
+    let DeviceError::Other(error) = error else { return None };
+    match error.downcast_ref()? {
+        AttachError::Unreachable { cause, .. } => Some(cause),
+        _ => None,
+    }
 }
 
 /// A device over several.
@@ -100,16 +123,46 @@ fn add(sum: &mut PathCounters, one: &PathCounters) {
 }
 
 impl MultipathDevice {
-    fn new(
+    /// Opens the paths, of which one must answer at least; others that do not are connected later.
+    fn open(
         spec: &Spec,
-        paths: Vec<Device>,
+        names: &[Spec],
         settings: MultipathSettings,
         is_unidentified: bool,
-    ) -> Result<MultipathDevice, SpecError> {
-        let mut info = paths[0].info().clone();
-        for path in &paths[1..] {
-            join(&mut info, &paths[0], path, is_unidentified)?;
+    ) -> Result<MultipathDevice, DeviceError> {
+        let (mut opened, mut late) = (Vec::new(), Vec::new());
+        for (number, path) in open_all(names).into_iter().enumerate() {
+            match path {
+                Ok(device) => opened.push((number, device)),
+                Err(error) => match unreachable_cause(&error).map(str::to_owned) {
+                    Some(why) => late.push((number, why, error)),
+                    None => return Err(error),
+                },
+            }
         }
+        let Some((_, first)) = opened.first() else { return Err(late.remove(0).2) };
+        let known = PathIdentity { name: first.info().name.clone(), ids: first.ids(), is_unidentified };
+        let mut info = first.info().clone();
+        for (_, path) in &opened[1..] {
+            known.join(&mut info, path.info(), &path.ids())?;
+        }
+        for (number, why, error) in late {
+            let path = LatePath {
+                info: info.clone(),
+                queues: opened.iter().map(|(_, path)| path.queues_max()).min().unwrap_or(0),
+                depth: opened.iter().map(|(_, path)| path.depth_max()).min().unwrap_or(0),
+                why,
+                accepts: known.check(&info),
+            };
+            // One of its kind knows how to connect it.
+            let beside = opened.iter().find(|(other, _)| names[*other].scheme == names[number].scheme);
+            let Some((_, beside)) = beside else { return Err(error) };
+            tracing::warn!("{error}: the other paths are used, and this one when it answers");
+            let path = beside.later_path(&names[number], path)?;
+            opened.push((number, path));
+        }
+        opened.sort_by_key(|(number, _)| *number);
+        let paths: Vec<_> = opened.into_iter().map(|(_, path)| path).collect();
         info.name = spec.address();
         let monitors = paths.iter().map(|path| path.as_path()).collect();
         let queues = QueueStats { open: Vec::new(), closed: vec![PathCounters::default(); paths.len()] };
@@ -123,41 +176,70 @@ impl MultipathDevice {
     }
 }
 
-/// Adds a path to the properties of a device, if it reaches the same one as its first path: by identifiers of the
-/// namespace, or unidentified.
-fn join(info: &mut DeviceInfo, first: &Device, path: &Device, is_unidentified: bool) -> Result<(), SpecError> {
-    let other = path.info();
-    let differs = |cause: String| SpecError::new(&other.name, cause, "name paths to the same device only");
-    if other.capacity_sectors != info.capacity_sectors {
-        let (one, other) = (info.capacity_sectors, other.capacity_sectors);
-        return Err(differs(format!("the first path has {one} sectors, and this path {other}")));
-    }
-    let (one, new) = (&info.limits, &other.limits);
-    if one.logical_block_bytes != new.logical_block_bytes {
-        let (one, new) = (one.logical_block_bytes, new.logical_block_bytes);
-        return Err(differs(format!("the first path has blocks of {one} bytes, and this path of {new}")));
-    }
-    let name = &first.info().name;
-    match is_same(&first.ids(), &path.ids()) {
-        Some(true) => {}
-        Some(false) => {
-            return Err(differs(format!("NGUID, UUID or EUI-64 of the namespace differ from those at {name}")));
+/// What shows that a path reaches the device of the first one.
+#[derive(Clone, Debug)]
+struct PathIdentity {
+    /// Name and identifiers of the first path.
+    name: String,
+    ids: NamespaceIds,
+    is_unidentified: bool,
+}
+
+impl PathIdentity {
+    /// Adds a path to the properties of the device, if it reaches the same one: by identifiers of the namespace, or
+    /// unidentified.
+    fn join(&self, info: &mut DeviceInfo, other: &DeviceInfo, ids: &NamespaceIds) -> Result<(), SpecError> {
+        let differs = |cause: String| SpecError::new(&other.name, cause, "name paths to the same device only");
+        if other.capacity_sectors != info.capacity_sectors {
+            let (one, other) = (info.capacity_sectors, other.capacity_sectors);
+            return Err(differs(format!("the first path has {one} sectors, and this path {other}")));
         }
-        None if is_unidentified => {}
-        None => {
-            let cause = format!("it has no NGUID, UUID or EUI-64 in common with {name}, so it may be another disk");
-            let cure = "name paths to one NVMe namespace; or, if it is the same disk for certain, set unidentified=on";
-            return Err(SpecError::new(&other.name, cause, cure));
+        let (one, new) = (&info.limits, &other.limits);
+        if one.logical_block_bytes != new.logical_block_bytes {
+            let (one, new) = (one.logical_block_bytes, new.logical_block_bytes);
+            return Err(differs(format!("the first path has blocks of {one} bytes, and this path of {new}")));
         }
+        let name = &self.name;
+        match is_same(&self.ids, ids) {
+            Some(true) => {}
+            Some(false) => {
+                return Err(differs(format!("NGUID, UUID or EUI-64 of the namespace differ from those at {name}")));
+            }
+            None if self.is_unidentified => {}
+            None => {
+                let cause = format!("it has no NGUID, UUID or EUI-64 in common with {name}, so it may be another disk");
+                let cure =
+                    "name paths to one NVMe namespace; or, if it is the same disk for certain, set unidentified=on";
+                return Err(SpecError::new(&other.name, cause, cure));
+            }
+        }
+        info.limits = limits_of_both(one, new);
+        info.read_only |= other.read_only;
+        info.volatile_cache |= other.volatile_cache;
+        info.fua &= other.fua;
+        info.rotational |= other.rotational;
+        let timeouts = [info.timeout_ns, other.timeout_ns].into_iter().filter(|ns| *ns > 0);
+        info.timeout_ns = timeouts.min().unwrap_or(0);
+        Ok(())
     }
-    info.limits = limits_of_both(one, new);
-    info.read_only |= other.read_only;
-    info.volatile_cache |= other.volatile_cache;
-    info.fua &= other.fua;
-    info.rotational |= other.rotational;
-    let timeouts = [info.timeout_ns, other.timeout_ns].into_iter().filter(|ns| *ns > 0);
-    info.timeout_ns = timeouts.min().unwrap_or(0);
-    Ok(())
+
+    /// The check of a path that comes later: it joins only if the device, of which users have read these properties,
+    /// stays as it is.
+    fn check(&self, told: &DeviceInfo) -> Box<AcceptNamespace> {
+        let (identity, told) = (self.clone(), told.clone());
+        Box::new(move |sectors, found, ids| {
+            let told = DeviceInfo { capacity_sectors: sectors, ..told.clone() };
+            let mut joined = told.clone();
+            let other = DeviceInfo { timeout_ns: told.timeout_ns, ..found.clone() };
+            identity.join(&mut joined, &other, ids).map_err(|error| format!("{}; {}", error.cause, error.cure))?;
+            let look = |info: &DeviceInfo| (info.limits, info.read_only, info.volatile_cache, info.fua);
+            if look(&joined) != look(&told) {
+                let cause = "its limits, write protection or cache do not allow what the paths at the start do";
+                return Err(format!("{cause}; set it up like those at its target, or start again with all paths"));
+            }
+            Ok(())
+        })
+    }
 }
 
 /// Whether two namespaces are the same: no identifier differs that both have. `None` if they have none in common.
@@ -289,7 +371,7 @@ impl DeviceOps for MultipathDevice {
             let mut counters = queues.closed[number];
             queues.open.iter().for_each(|stats| add(&mut counters, &stats.path(number)));
             let state = monitor.as_ref().map(|monitor| monitor.state()).unwrap_or_default();
-            DevicePath { name: device.info().name.clone(), state, counters }
+            DevicePath { name: device.info().name.clone(), state, loss: device.loss(), counters }
         };
         self.paths.iter().zip(&self.monitors).enumerate().map(view).collect()
     }

@@ -13,7 +13,7 @@ use blkyard_nvme::{FabricsHostConfig, NamespaceIds, QueueDemand};
 use blkyard_os::{SystemClock, cpu_places};
 
 use super::{DeviceKind, MakeConnector};
-use crate::device::{Backing, Device, DeviceError, DeviceHandover, DeviceOps, DeviceQueue};
+use crate::device::{Backing, Device, DeviceError, DeviceHandover, DeviceOps, DeviceQueue, LatePath};
 use crate::spec::{Spec, SpecError};
 
 pub(super) const KIND: DeviceKind =
@@ -159,7 +159,7 @@ impl DeviceOps for TcpDevice {
     }
 
     fn sectors_now(&self) -> Option<u64> {
-        Some(self.namespace.capacity_sectors())
+        Some(self.namespace.capacity_sectors()).filter(|sectors| *sectors > 0)
     }
 
     fn handover(&self) -> Result<DeviceHandover<'_>, &'static str> {
@@ -172,6 +172,16 @@ impl DeviceOps for TcpDevice {
 
     fn as_path(&self) -> Option<Arc<PathMonitor>> {
         Some(self.namespace.as_path())
+    }
+
+    fn later_path(&self, spec: &Spec, late: LatePath) -> Result<Device, DeviceError> {
+        let config = take_config(&mut spec.clone())?;
+        Ok(TcpDevice { namespace: TcpNamespace::later(config, &self.namespace, late)? }.into())
+    }
+
+    fn loss(&self) -> Option<String> {
+        let view = self.namespace.view();
+        view.last_loss.filter(|_| !view.is_connected)
     }
 
     fn counters(&self) -> BTreeMap<String, u64> {

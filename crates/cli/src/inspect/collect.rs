@@ -93,10 +93,11 @@ fn device_node(daemon: &Daemon, number: usize, served: &ServedDevice) -> DeviceN
 }
 
 fn path_node(path: DevicePath) -> PathNode {
-    let DevicePath { name, state, counters } = path;
+    let DevicePath { name, state, loss, counters } = path;
     PathNode {
         name,
         state: state.name().to_owned(),
+        loss,
         ios: counters.ios,
         latency_sum_ns: counters.latency_ns,
         in_flight: counters.in_flight,

@@ -97,6 +97,9 @@ fn path(out: &mut String, number: usize, node: &PathNode, ios: u64) {
     }
     words.extend(node.chosen.as_ref().map(|reason| format!("last chosen as: {reason}")));
     line(out, 1, &words.join(", "));
+    if let Some(loss) = &node.loss {
+        line(out, 2, &format!("not connected: {loss}"));
+    }
 }
 
 fn tracker(out: &mut String, tracker: &TrackerNode) {

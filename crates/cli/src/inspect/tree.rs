@@ -83,6 +83,9 @@ pub struct PathNode {
     pub name: String,
     /// `live`, `live, non-optimized`, `inaccessible`, `changing`, `resetting`, `connecting`, `lost` or another.
     pub state: String,
+    /// Why it is not connected, if it is not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub loss: Option<String>,
     /// I/Os that completed on it.
     pub ios: u64,
     /// Their latencies together.

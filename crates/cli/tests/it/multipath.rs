@@ -22,6 +22,11 @@ struct Rig<'a> {
 
 impl Rig<'_> {
     fn start<'a>(folder: &'a Path, options: &str) -> Rig<'a> {
+        Rig::start_with(folder, options, [true; 2])
+    }
+
+    /// With these targets up when the daemon starts.
+    fn start_with<'a>(folder: &'a Path, options: &str, up: [bool; 2]) -> Rig<'a> {
         // Slow enough that a load is still running when something happens to a target.
         let disk = ["--device", "ram:32M?share=on&mbps=40", "--export", "vhost-user-blk:d0?queues=4"];
         let disk = [&["--control", "d"], &disk[..], &["--export", "vhost-user-blk:d1?queues=4"]].concat();
@@ -29,7 +34,7 @@ impl Rig<'_> {
         // Free ports of an address that no other process uses: they stay free while a target is down.
         let listeners = [0; 2].map(|_| TcpListener::bind((own_loopback(), 0)).unwrap());
         let addresses = listeners.map(|listener| listener.local_addr().unwrap());
-        let targets = [0, 1].map(|path| Some(target(folder, addresses[path], path)));
+        let targets = [0, 1].map(|path| up[path].then(|| target(folder, addresses[path], path)));
         let paths = addresses.map(|address| format!("nvme-tcp://{address}/{NQN}")).join(",");
         // A hung target is to be noticed by its I/O: long enough for a load to begin, on a busy machine too.
         let device = format!("multipath:{paths}?queues=2&keep_alive_s=5&reconnect_delay_s=1&{options}");
@@ -48,6 +53,10 @@ impl Rig<'_> {
 
     fn ios(&self) -> u64 {
         (0..2).map(|path| self.count(path, "ios")).sum()
+    }
+
+    fn loss(&self, path: usize) -> String {
+        self.path(path)["loss"].as_str().unwrap_or_default().to_owned()
     }
 
     fn is_live(&self, path: usize) -> bool {
@@ -134,6 +143,71 @@ fn a_hung_target_delays_io_and_fails_none() {
     wait_until("the path is live again", || rig.is_live(0));
     finish(rig.load());
     rig.daemon.stop();
+}
+
+#[test]
+fn a_path_that_is_down_at_the_start_joins_when_it_comes() {
+    for late in [1, 0] {
+        let (folder, early) = (tempfile::tempdir().unwrap(), 1 - late);
+        let mut rig = Rig::start_with(folder.path(), "policy=round-robin", [late != 0, late != 1]);
+        wait_until("the reason is shown", || rig.loss(late).contains("cannot connect to"));
+        assert!(rig.is_live(early) && rig.path(early)["loss"].is_null());
+        finish(rig.load());
+        assert_eq!(rig.count(late, "ios"), 0);
+        let load = rig.load();
+        rig.targets[late] = Some(target_again(&rig, late));
+        wait_until("the path joins", || rig.is_live(late));
+        finish(load);
+        finish(rig.load());
+        assert!(rig.count(late, "ios") > 0 && rig.path(late)["loss"].is_null());
+        let load = rig.load_of_hung(early);
+        let target = rig.targets[early].take().unwrap();
+        target.signal(Signal::KILL);
+        drop(target);
+        finish(load);
+        rig.daemon.stop();
+    }
+}
+
+#[test]
+fn a_late_path_to_another_disk_stays_out_and_says_why() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut rig = Rig::start_with(folder.path(), "policy=round-robin", [true, false]);
+    let export = format!("nvme-tcp://{}?nqn={NQN}", rig.addresses[1]);
+    for (device, options, reason) in [
+        ("ram:16M", "", "65536 sectors, and this path 32768"),
+        ("ram:32M?block_size=4k", "", "blocks of 512 bytes, and this path of 4096"),
+        ("ram:32M?readonly=on", "", "write protection"),
+        ("ram:32M", "&queues=1", "1 I/O queues of"),
+    ] {
+        let words = ["--control", "other", "--device", device, "--export", &format!("{export}{options}")];
+        let other = Daemon::start(folder.path(), &words);
+        wait_until("the reason is shown", || rig.loss(1).contains(reason));
+        let text = succeed(rig.folder, &["inspect", "--control", "c"]);
+        assert!(text.contains("not connected: ") && text.contains(reason) && !rig.is_live(1), "{text}");
+        if options.is_empty() && device == "ram:16M" {
+            finish(rig.load());
+        }
+        other.stop();
+    }
+    assert_eq!(rig.count(1, "ios"), 0);
+    rig.targets[1] = Some(target_again(&rig, 1));
+    wait_until("the right disk joins", || rig.is_live(1));
+    finish(rig.load());
+    assert!(rig.count(1, "ios") > 0);
+    rig.daemon.stop();
+}
+
+#[test]
+fn without_any_path_the_start_fails_with_the_reason() {
+    let folder = tempfile::tempdir().unwrap();
+    let address = TcpListener::bind((own_loopback(), 0)).unwrap().local_addr().unwrap();
+    let device = format!("multipath:nvme-tcp://{address}/{NQN},nvme-tcp://{address}/{NQN}");
+    for device in [&*device, &format!("nvme-tcp://{address}/{NQN}")] {
+        let output = run(folder.path(), &["serve", "--device", device, "--export", "vhost-user-blk:s"]);
+        let error = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success() && error.contains(&format!("cannot connect to {address}")), "{error}");
+    }
 }
 
 #[test]

@@ -389,6 +389,11 @@ impl FabricsHost {
         self.events.pop_front()
     }
 
+    /// Sizes queues that are opened before the first bring-up: for a controller that is known from another one.
+    pub fn assume(&mut self, queue_entries: u16, counts: QueueCounts) {
+        (self.capabilities.queue_entries_max, self.counts) = (queue_entries.into(), Some(counts));
+    }
+
     /// Connects for the first time. Once is enough.
     pub fn start(&mut self, now_ns: u64) {
         if self.state.change(ControllerState::Connecting) {

@@ -154,7 +154,7 @@ fn target_that_is_not_there_is_an_error_with_a_cure() {
     let address = target.address;
     drop(target);
     let error = TcpNamespace::open(config(address, 1)).unwrap_err();
-    assert!(matches!(error, AttachError::Controller { .. }), "{error}");
+    assert!(matches!(error, AttachError::Unreachable { .. }), "{error}");
     assert!(error.to_string().contains(&format!("cannot connect to {}", address.ip())), "{error}");
 }
 
