@@ -42,8 +42,8 @@ pub use error::{AttachError, TalkError};
 pub use mailbox::DriverQueueView;
 pub use nvme::{HostParts, NamespaceConfig, NamespaceQueue, NamespaceView, NvmeTransport, RemoteNamespace};
 pub use nvme_tcp::{
-    AcceptNamespace, LateNamespace, TcpNamespace, TcpNamespaceConfig, TcpNamespaceQueue, TcpNamespaceView,
-    read_discovery_log,
+    AcceptNamespace, LateNamespace, TcpAdminClient, TcpAdminResult, TcpNamespace, TcpNamespaceConfig,
+    TcpNamespaceQueue, TcpNamespaceView, read_discovery_log,
 };
 pub use protocol::RemoteOptions;
 pub use queue::RemoteQueue;

@@ -15,6 +15,7 @@
 
 mod admin;
 mod admin_stream;
+mod client;
 mod control;
 mod discover;
 mod disk;
@@ -26,6 +27,7 @@ use std::sync::Arc;
 use blkyard_nvme::FabricsHostConfig;
 use blkyard_sys::TimeSource;
 
+pub use client::{TcpAdminClient, TcpAdminResult};
 pub use discover::read_discovery_log;
 pub use disk::{AcceptNamespace, LateNamespace, TcpNamespace, TcpNamespaceView};
 pub use queue::TcpNamespaceQueue;

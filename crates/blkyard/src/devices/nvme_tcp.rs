@@ -33,7 +33,7 @@ fn open(mut spec: Spec, _: Option<MakeConnector<'_>>) -> Result<Device, DeviceEr
 }
 
 /// Takes address and options from a name.
-fn take_config(spec: &mut Spec) -> Result<TcpNamespaceConfig, SpecError> {
+pub(crate) fn take_config(spec: &mut Spec) -> Result<TcpNamespaceConfig, SpecError> {
     let (address, subsystem) = parse_address(spec)?;
     let host = spec.take_with("host_nqn", NQN_FORM, Nqn::new)?;
     let (host, host_id) = host.map_or_else(|| own_host(&spec.name), |host| Ok(named_host(host)))?;

@@ -10,7 +10,8 @@ use blkyard_nvme::{NvmeHostError, NvmeStatus};
 pub enum NvmeError {
     /// The name belongs to no transport.
     #[error(
-        "{0}: not the name of an NVMe device; give vfio-user:SOCKET, pci:ADDRESS, /dev/nvmeX, /dev/nvmeXnY or /dev/ngXnY"
+        "{0}: not the name of an NVMe device; give vfio-user:SOCKET, nvme-tcp://HOST:PORT/NQN, pci:ADDRESS, /dev/nvmeX, \
+         /dev/nvmeXnY or /dev/ngXnY"
     )]
     Name(String),
     /// The device cannot be opened.

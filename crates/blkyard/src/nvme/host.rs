@@ -16,10 +16,8 @@ use blkyard_os::{SystemClock, now_ns};
 use blkyard_sys::{PollFd, PollFlags, wait_for};
 
 use crate::devices::pci::{self, PciController};
-use crate::nvme::{NvmeError, NvmePassthrough, PassthroughData, PassthroughResult, PassthroughTarget};
+use crate::nvme::{NvmeError, NvmePassthrough, PassthroughData, PassthroughResult, PassthroughTarget, TIMEOUT_DEFAULT};
 
-/// Time limit of a command if none is given, as of admin commands in Linux.
-const TIMEOUT_DEFAULT: Duration = Duration::from_mins(1);
 /// Time for a command to end after it was aborted.
 const ABORT_GRACE: Duration = Duration::from_secs(5);
 /// Time for a late command to end, with an abort and a reset.

@@ -11,6 +11,7 @@ mod error;
 mod host;
 mod kernel;
 mod list;
+mod tcp;
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -26,6 +27,8 @@ pub use host::HostPassthrough;
 pub use kernel::KernelPassthrough;
 pub use list::{NvmeListEntry, list_nvme};
 
+/// Time limit of a command if none is given, as of admin commands in Linux.
+const TIMEOUT_DEFAULT: Duration = Duration::from_mins(1);
 /// Bytes of a log page that are read by one command.
 const LOG_CHUNK: usize = 4096;
 
@@ -136,8 +139,8 @@ impl dyn NvmePassthrough + '_ {
     }
 }
 
-/// Opens a controller or namespace by its name: `vfio-user:SOCKET`, `pci:ADDRESS` or `pci:ADDRESS?unbind=on`, or a
-/// device of the kernel's driver, `/dev/nvmeX`, `/dev/nvmeXnY`, `/dev/ngXnY`.
+/// Opens a controller or namespace by its name: `vfio-user:SOCKET`, `nvme-tcp://HOST:PORT/NQN`, `pci:ADDRESS` or
+/// `pci:ADDRESS?unbind=on`, or a device of the kernel's driver, `/dev/nvmeX`, `/dev/nvmeXnY`, `/dev/ngXnY`.
 ///
 /// # Errors
 /// See [`NvmeError`].
@@ -145,6 +148,7 @@ pub fn open_nvme(name: &str) -> Result<Box<dyn NvmePassthrough>, NvmeError> {
     // The only place that knows the transports.
     match name.split_once(':') {
         Some(("vfio-user", socket)) if !socket.is_empty() => Ok(Box::new(host::open_vfio_user(name, socket)?)),
+        Some(("nvme-tcp", _)) => Ok(Box::new(tcp::TcpPassthrough::open(name)?)),
         Some(("pci", address)) if !address.is_empty() => Ok(Box::new(host::open_pci(name)?)),
         None if kernel::is_device(name) => Ok(Box::new(KernelPassthrough::open(&device_path(name))?)),
         _ => Err(NvmeError::Name(name.to_owned())),
@@ -165,6 +169,10 @@ mod tests {
         for name in ["", "disk.img", "vfio-user:", "nvme:x", "/dev/sda", "tcp://x"] {
             let error = open_nvme(name).err().unwrap().to_string();
             assert!(error.contains("vfio-user:SOCKET") && error.starts_with(&format!("{name}: ")), "{error}");
+        }
+        for name in ["nvme-tcp:x", "nvme-tcp://127.0.0.1:4420", "nvme-tcp://127.0.0.1/nqn.x?sise=1"] {
+            let error = open_nvme(name).err().unwrap().to_string();
+            assert!(error.starts_with("nvme-tcp:"), "{error}");
         }
         for name in ["pci:x", "pci:0000:ff:1f.7", "pci:0000:00:00.0?queues=2"] {
             let error = open_nvme(name).err().unwrap().to_string();

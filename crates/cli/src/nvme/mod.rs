@@ -86,7 +86,7 @@ pub enum OutputFormat {
 /// The device, and how to ask it.
 #[derive(Debug, clap::Args)]
 pub struct DeviceArgs {
-    /// vfio-user:SOCKET, pci:ADDRESS, /dev/nvmeX, /dev/nvmeXnY or /dev/ngXnY.
+    /// vfio-user:SOCKET, nvme-tcp://HOST:PORT/NQN, pci:ADDRESS, /dev/nvmeX, /dev/nvmeXnY or /dev/ngXnY.
     pub device: String,
     /// Form of the output.
     #[arg(short, long, value_enum, default_value_t)]

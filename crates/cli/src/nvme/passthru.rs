@@ -67,7 +67,7 @@ const IO_NAMES: &[(u8, &str)] = &[
 /// Arguments of a command that is passed through. The options are nvme-cli's.
 #[derive(Debug, clap::Args)]
 pub struct PassthruArgs {
-    /// vfio-user:SOCKET, pci:ADDRESS, /dev/nvmeX, /dev/nvmeXnY or /dev/ngXnY.
+    /// vfio-user:SOCKET, nvme-tcp://HOST:PORT/NQN, pci:ADDRESS, /dev/nvmeX, /dev/nvmeXnY or /dev/ngXnY.
     pub device: String,
     /// Opcode.
     #[arg(short = 'O', long, value_parser = number8)]

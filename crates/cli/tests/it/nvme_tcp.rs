@@ -96,6 +96,56 @@ fn files_are_namespaces_of_a_subsystem() {
 }
 
 #[test]
+fn commands_of_the_user_reach_a_controller_over_tcp() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let (daemon, address) = serve(folder, &["ram:8M?cache=writeback", "ram:1M"], "&serial=S7", &[]);
+    let name = format!("nvme-tcp://{address}/{NQN}");
+    let nvme = |words: &[&str]| run(folder, &[&["nvme", words[0], &name], &words[1..]].concat());
+    let bytes = |words: &[&str]| {
+        let output = nvme(words);
+        assert!(output.status.success(), "{words:?}: {}", String::from_utf8_lossy(&output.stderr));
+        output.stdout
+    };
+    let json = |words: &[&str]| -> serde_json::Value {
+        serde_json::from_slice(&bytes(&[words, &["-o", "json"]].concat())).unwrap()
+    };
+    // The same as by a host of PDUs, but for the identifier of the controller.
+    let mut host = TcpHost::connect(address, NQN, HOST, None, 1);
+    let mut known = host.admin.succeed(Sqe::identify(cns::CONTROLLER, 0, 0, 0), &[], 4096);
+    drop(host);
+    let passthru = ["admin-passthru", "-O", "6", "-r", "-l", "4096", "--cdw10=1", "-b"];
+    let [mut found, mut passed] = [&["id-ctrl", "-b"][..], &passthru].map(&bytes);
+    [&mut known, &mut found, &mut passed].into_iter().for_each(|data| data[78..80].fill(0));
+    assert!(found == known && passed == known && known[4..6] == *b"S7");
+    let controller = json(&["id-ctrl"]);
+    assert_eq!((controller["sn"].as_str().unwrap().trim_end(), &controller["subnqn"]), ("S7", &NQN.into()));
+    let sizes = [&["id-ns"][..], &["id-ns", "-n", "2"]].map(|words| json(words)["nsze"].as_u64().unwrap());
+    assert_eq!(sizes, [16384, 2048]);
+    assert_eq!(json(&["smart-log"])["critical_warning"], 0);
+    assert!(!json(&["error-log"])["errors"].as_array().unwrap().is_empty());
+    assert_eq!(json(&["get-feature"])["feature: 0x06"][0]["name"], "Volatile Write Cache");
+    for (words, part) in [
+        (&["admin-passthru", "-O", "0xc0"][..], "invalid opcode (001h)"),
+        (&["id-ns", "-n", "77"], "give a namespace"),
+        (&["io-passthru", "-O", "2", "-n", "1", "-r", "-l", "512"], "only admin commands"),
+        (&["admin-passthru", "-O", "6", "-r", "-l", "8192", "--cdw10=1"], "at most 4096 bytes"),
+    ] {
+        let output = nvme(words);
+        let error = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.code() == Some(1) && error.contains(part), "{words:?}: {error}");
+    }
+    // Each has disconnected in order.
+    wait_until("the associations end", || hosts(folder) == 0);
+    for wrong in [format!("nvme-tcp://{address}/nqn.other"), format!("nvme-tcp://{}:1/{NQN}", address.ip())] {
+        let output = run(folder, &["nvme", "id-ctrl", &wrong]);
+        let error = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.code() == Some(1) && error.contains(&wrong), "{error}");
+    }
+    daemon.stop();
+}
+
+#[test]
 fn each_command_is_answered_while_the_lane_falls_asleep() {
     // A command that needs no device at first, at any time: a write that asks for its data, and an invalid one.
     let folder = tempfile::tempdir().unwrap();
