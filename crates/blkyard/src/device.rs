@@ -220,6 +220,8 @@ pub struct DeviceHandover<'a> {
     pub file: Option<BorrowedFd<'a>>,
     /// A sync of it has failed.
     pub sync_failed: bool,
+    /// Identity of a disk of another machine, which the other process opens by its name again.
+    pub remote: Option<NamespaceIds>,
 }
 
 /// An open device.

@@ -597,6 +597,7 @@ fn open(
         let left = inherited.as_mut().and_then(|inherited| inherited.devices.pop_front());
         let (device, info) = if let Some(mut left) = left {
             let device = Device::adopt(plan.device, left.file.take(), left.sync_failed)?;
+            left.check(&device)?;
             let info = left.info(device.info());
             (device, info)
         } else {

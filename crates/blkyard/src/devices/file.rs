@@ -81,7 +81,7 @@ impl DeviceOps for FileDevice {
     }
 
     fn handover(&self) -> Result<DeviceHandover<'_>, &'static str> {
-        Ok(DeviceHandover { file: Some(self.description()), sync_failed: self.sync_has_failed() })
+        Ok(DeviceHandover { file: Some(self.description()), sync_failed: self.sync_has_failed(), remote: None })
     }
 
     fn counters(&self) -> BTreeMap<String, u64> {

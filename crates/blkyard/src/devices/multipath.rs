@@ -16,12 +16,12 @@ use blkyard_nvme::NamespaceIds;
 use blkyard_os::Ring;
 use blkyard_sys::{Epoll, EventFlags, Registered};
 
-use super::{DeviceKind, KINDS, MakeConnector, kind_of};
+use super::{DeviceKind, KINDS, MakeConnector, kind_of, no_handover};
 use crate::device::{Backing, Device, DeviceError, DeviceHandover, DeviceOps, DevicePath, DeviceQueue, LatePath};
 use crate::spec::{Spec, SpecError};
 
 pub(super) const KIND: DeviceKind =
-    DeviceKind { schemes: &[SCHEME], usage: "multipath:DEVICE,DEVICE", open, adopt: None, open_all: None };
+    DeviceKind { schemes: &[SCHEME], usage: "multipath:DEVICE,DEVICE", open, adopt: Some(adopt), open_all: None };
 
 const SCHEME: &str = "multipath";
 /// Default time that I/O waits without a usable path: as long as an association over TCP is tried for.
@@ -57,6 +57,14 @@ fn open(mut spec: Spec, _: Option<MakeConnector<'_>>) -> Result<Device, DeviceEr
     Ok(MultipathDevice::open(&spec, &specs, settings, is_unidentified)?.into())
 }
 
+/// Opens the paths anew, as [`MultipathDevice::handover`] has found possible.
+fn adopt(spec: Spec, file: Option<OwnedFd>, _: bool) -> Result<Device, DeviceError> {
+    match file {
+        Some(_unwanted) => Err(no_handover(&spec)),
+        None => open(spec, None),
+    }
+}
+
 /// Opens all paths at the same time: one that does not answer takes its whole timeout.
 fn open_all(specs: &[Spec]) -> Vec<Result<Device, DeviceError>> {
     std::thread::scope(|scope| {
@@ -80,6 +88,8 @@ fn unreachable_cause(error: &DeviceError) -> Option<&str> {
 #[derive(Debug)]
 struct MultipathDevice {
     info: DeviceInfo,
+    /// Identity of the disk.
+    ids: NamespaceIds,
     paths: Vec<Device>,
     monitors: Vec<Option<Arc<PathMonitor>>>,
     settings: Arc<MultipathSettings>,
@@ -166,7 +176,14 @@ impl MultipathDevice {
         info.name = spec.address();
         let monitors = paths.iter().map(|path| path.as_path()).collect();
         let queues = QueueStats { open: Vec::new(), closed: vec![PathCounters::default(); paths.len()] };
-        Ok(MultipathDevice { info, paths, monitors, settings: Arc::new(settings), queues: Mutex::new(queues) })
+        Ok(MultipathDevice {
+            info,
+            ids: known.ids,
+            paths,
+            monitors,
+            settings: Arc::new(settings),
+            queues: Mutex::new(queues),
+        })
     }
 
     fn queue_stats(&self) -> MutexGuard<'_, QueueStats> {
@@ -362,7 +379,15 @@ impl DeviceOps for MultipathDevice {
     }
 
     fn handover(&self) -> Result<DeviceHandover<'_>, &'static str> {
-        Err("its paths belong to this daemon")
+        let is_remote = |path: &Device| path.handover().is_ok_and(|handover| handover.remote.is_some());
+        if self.paths.iter().all(is_remote) {
+            return Ok(DeviceHandover { remote: Some(self.ids), ..DeviceHandover::default() });
+        }
+        Err("one of its paths belongs to this daemon")
+    }
+
+    fn ids(&self) -> NamespaceIds {
+        self.ids
     }
 
     fn paths(&self) -> Vec<DevicePath> {

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,12 +13,12 @@ use blkyard_nvme::fabrics::Nqn;
 use blkyard_nvme::{FabricsHostConfig, NamespaceIds, QueueDemand};
 use blkyard_os::{SystemClock, cpu_places};
 
-use super::{DeviceKind, MakeConnector};
+use super::{DeviceKind, MakeConnector, no_handover};
 use crate::device::{Backing, Device, DeviceError, DeviceHandover, DeviceOps, DeviceQueue, LatePath};
 use crate::spec::{Spec, SpecError};
 
 pub(super) const KIND: DeviceKind =
-    DeviceKind { schemes: &["nvme-tcp"], usage: "nvme-tcp://HOST:PORT/NQN", open, adopt: None, open_all: None };
+    DeviceKind { schemes: &["nvme-tcp"], usage: "nvme-tcp://HOST:PORT/NQN", open, adopt: Some(adopt), open_all: None };
 
 /// The port of NVMe/TCP that is registered with IANA.
 const PORT: u16 = 4420;
@@ -30,6 +31,14 @@ fn open(mut spec: Spec, _: Option<MakeConnector<'_>>) -> Result<Device, DeviceEr
     let config = take_config(&mut spec)?;
     spec.finish()?;
     Ok(TcpDevice { namespace: TcpNamespace::open(config)? }.into())
+}
+
+/// Connects anew: the other process has its own association until it ends.
+fn adopt(spec: Spec, file: Option<OwnedFd>, _: bool) -> Result<Device, DeviceError> {
+    match file {
+        Some(_unwanted) => Err(no_handover(&spec)),
+        None => open(spec, None),
+    }
 }
 
 /// Takes address and options from a name.
@@ -163,7 +172,7 @@ impl DeviceOps for TcpDevice {
     }
 
     fn handover(&self) -> Result<DeviceHandover<'_>, &'static str> {
-        Err("its connections belong to this daemon")
+        Ok(DeviceHandover { remote: Some(self.ids()), ..DeviceHandover::default() })
     }
 
     fn ids(&self) -> NamespaceIds {

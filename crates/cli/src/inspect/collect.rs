@@ -84,7 +84,7 @@ fn device_node(daemon: &Daemon, number: usize, served: &ServedDevice) -> DeviceN
         read_only: info.read_only,
         volatile_cache: info.volatile_cache,
         fua: info.fua,
-        limits: limits(&info.limits),
+        limits: limits_by_name(&info.limits),
         rate: rate(&served.rate),
         tracker: tracker_node(daemon, number),
         counters: device.counters(),
@@ -110,7 +110,8 @@ fn rate(rate: &RateSlot) -> BTreeMap<String, u64> {
     options(rate.config()).into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?))).collect()
 }
 
-fn limits(limits: &QueueLimits) -> BTreeMap<String, u64> {
+/// Limits by their names.
+pub fn limits_by_name(limits: &QueueLimits) -> BTreeMap<String, u64> {
     let all = [
         ("logical_block_bytes", limits.logical_block_bytes),
         ("physical_block_bytes", limits.physical_block_bytes),

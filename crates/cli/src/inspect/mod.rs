@@ -15,7 +15,7 @@ use serde_json::Value;
 use crate::control::{AskError, ControlRequest, INSPECT_TIMEOUT_S, PartKind, TIMEOUT_S_MAX, Target, ask};
 use crate::log::print;
 pub(crate) use collect::request_node;
-pub use collect::{collect, op_name};
+pub use collect::{collect, limits_by_name, op_name};
 pub use text::show_time;
 pub use tree::Tree;
 

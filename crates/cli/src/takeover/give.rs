@@ -12,7 +12,9 @@ use blkyard_export::{BoundSocket, Handed, QuiescedExport};
 use serde_json::Value;
 
 use super::VERSION;
-use super::handover::{DeviceExport, DevicePart, ExportPart, HandoverSettings, HandoverState, PassedFiles, SocketPart};
+use super::handover::{
+    DeviceExport, DevicePart, ExportPart, HandoverSettings, HandoverState, PassedFiles, RemotePart, SocketPart,
+};
 use super::wire::{receive, send};
 use crate::control::{ControlRequest, answer_line, parse_request};
 use crate::daemon::{ClientSessionState, Daemon, Protocol, ServedExport};
@@ -132,7 +134,7 @@ fn pack(
     let (mut handed, mut rests) = (handed.into_iter(), Vec::new());
     let (mut devices, mut of_daemon) = (Vec::new(), daemon.exports.iter().peekable());
     for (number, (served, plan)) in daemon.devices.iter().zip(&daemon.plans).enumerate() {
-        let DeviceHandover { file, sync_failed } = served.device.handover()?;
+        let DeviceHandover { file, sync_failed, remote } = served.device.handover()?;
         let info = served.info();
         if let Some(file) = file {
             files.push_back(file.try_clone_to_owned().map_err(text)?);
@@ -162,6 +164,7 @@ fn pack(
             sync_failed,
             capacity_sectors: info.capacity_sectors,
             sectors_max: info.limits.sectors_max,
+            remote: remote.map(|ids| RemotePart::of(&ids, served.device.info())),
             exports,
         });
     }

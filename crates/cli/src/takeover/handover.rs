@@ -1,6 +1,6 @@
 //! Handover state as plain data beside descriptors, which are identified by their order.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
@@ -9,10 +9,13 @@ use blkyard_export::{
     ExportState, MESSAGE_BYTES_MAX, MESSAGE_FILES_MAX, Message, QUEUES_MAX, SessionState, VFIO_STATE_VERSION,
     VfioSessionState,
 };
+use blkyard_mq::DeviceInfo;
+use blkyard_nvme::NamespaceIds;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::daemon::{ByProtocol, ClientSessionState, ClientState};
+use crate::inspect::limits_by_name;
 
 /// All of a daemon. Its descriptors: the control socket, then those of each device.
 #[derive(Debug, Serialize, Deserialize)]
@@ -51,7 +54,52 @@ pub(super) struct DevicePart {
     /// As it is served now.
     pub(super) capacity_sectors: u64,
     pub(super) sectors_max: u32,
+    /// A disk of another machine, to be opened again.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) remote: Option<RemotePart>,
     pub(super) exports: Vec<DeviceExport>,
+}
+
+/// A disk of another machine as it was served: what the next daemon has to find there.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct RemotePart {
+    eui64: [u8; 8],
+    nguid: [u8; 16],
+    uuid: [u8; 16],
+    /// By their names.
+    limits: BTreeMap<String, u64>,
+    read_only: bool,
+    volatile_cache: bool,
+    fua: bool,
+}
+
+impl RemotePart {
+    pub(super) fn of(ids: &NamespaceIds, info: &DeviceInfo) -> RemotePart {
+        RemotePart {
+            eui64: ids.eui64,
+            nguid: ids.nguid,
+            uuid: ids.uuid,
+            limits: limits_by_name(&info.limits),
+            read_only: info.read_only,
+            volatile_cache: info.volatile_cache,
+            fua: info.fua,
+        }
+    }
+
+    /// Whether that disk was found again. The error is a cause.
+    pub(super) fn check(&self, found: &RemotePart) -> Result<(), &'static str> {
+        let ids = |part: &RemotePart| (part.eui64, part.nguid, part.uuid);
+        if ids(self) != ids(found) {
+            return Err("it is another disk: its NGUID, UUID or EUI-64 differ from those that the other daemon found");
+        }
+        // Limits that only one of the two programs knows are not compared.
+        let is_equal = |(name, value)| found.limits.get(name).is_none_or(|other| other == value);
+        let flags = |part: &RemotePart| (part.read_only, part.volatile_cache, part.fua);
+        if !self.limits.iter().all(is_equal) || flags(self) != flags(found) {
+            return Err("its limits, write protection or cache differ from those that guests were told");
+        }
+        Ok(())
+    }
 }
 
 /// An export of a device, or the device as a namespace of a controller that is an export of an earlier device. A

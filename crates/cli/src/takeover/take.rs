@@ -6,12 +6,13 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use blkyard::Device;
 use blkyard::spec::SpecError;
 use blkyard_export::BoundSocket;
 use blkyard_mq::DeviceInfo;
 
 use super::VERSION;
-use super::handover::{DeviceExport, HandoverSettings, HandoverState, PassedFiles, SocketPart, next};
+use super::handover::{DeviceExport, HandoverSettings, HandoverState, PassedFiles, RemotePart, SocketPart, next};
 use super::wire::{receive, send};
 use crate::control::{ControlRequest, connect, parse_answer, request_line};
 use crate::daemon::{ClientState, DiskPlan};
@@ -31,9 +32,23 @@ pub struct InheritedDevice {
     pub sync_failed: bool,
     capacity_sectors: u64,
     sectors_max: u32,
+    remote: Option<RemotePart>,
 }
 
 impl InheritedDevice {
+    /// Checks that a disk of another machine is the one that was served.
+    ///
+    /// # Errors
+    /// It is another one, or guests would see a difference.
+    pub fn check(&self, opened: &Device) -> Result<(), SpecError> {
+        let Some(remote) = &self.remote else { return Ok(()) };
+        let info = opened.info();
+        let checked = remote.check(&RemotePart::of(&opened.ids(), info));
+        let is_smaller = info.capacity_sectors < self.capacity_sectors;
+        let checked = checked.and(if is_smaller { Err("it has become smaller") } else { Ok(()) });
+        checked.map_err(|cause| SpecError::new(&info.name, cause, "the other daemon continues; see its target"))
+    }
+
     /// The device as it was served.
     pub fn info(&self, opened: &DeviceInfo) -> DeviceInfo {
         let mut info = opened.clone();
@@ -122,6 +137,7 @@ fn unpack(
             sync_failed: part.sync_failed,
             capacity_sectors: part.capacity_sectors,
             sectors_max: part.sectors_max,
+            remote: part.remote,
         });
         let mut specs = Vec::new();
         for export in part.exports {

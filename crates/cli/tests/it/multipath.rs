@@ -199,6 +199,31 @@ fn a_late_path_to_another_disk_stays_out_and_says_why() {
 }
 
 #[test]
+fn paths_are_taken_over_and_one_may_be_down() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut rig = Rig::start(folder.path(), "policy=round-robin");
+    for path in [0, 1] {
+        let load = rig.load_of_hung(path);
+        let target = rig.targets[path].take().unwrap();
+        target.signal(Signal::KILL);
+        drop(target);
+        wait_until("the path is lost", || !rig.is_live(path));
+        finish(load);
+        let load = rig.load();
+        let new = Daemon::start(rig.folder, &["--takeover", "c"]);
+        let status = std::mem::replace(&mut rig.daemon, new).process.ended();
+        assert!(status.success(), "the old daemon ends with {status}");
+        finish(load);
+        rig.targets[path] = Some(target_again(&rig, path));
+        wait_until("the path joins", || rig.is_live(path));
+        let before = rig.count(path, "ios");
+        finish(rig.load());
+        assert!(rig.count(path, "ios") > before, "the path is not used");
+    }
+    rig.daemon.stop();
+}
+
+#[test]
 fn without_any_path_the_start_fails_with_the_reason() {
     let folder = tempfile::tempdir().unwrap();
     let address = TcpListener::bind((own_loopback(), 0)).unwrap().local_addr().unwrap();

@@ -1,6 +1,7 @@
 //! `serve --takeover` as processes: one daemon replaces another under a client that verifies its data.
 
 use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{Ipv4Addr, TcpListener};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
@@ -90,6 +91,61 @@ fn takeovers_under_a_verifying_client_lose_no_write() {
     assert!(!second.status.success());
     daemon.stop();
     assert!(!folder.join("s").exists() && !folder.join("c").exists(), "a socket is left behind");
+}
+
+#[test]
+fn a_remote_disk_is_taken_over_under_a_verifying_client() {
+    const NQN: &str = "nqn.2026-11.test:takeover";
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    // A port of an address that no other test uses stays free while the target is down.
+    let [low, high, ..] = std::process::id().to_le_bytes();
+    let address = TcpListener::bind((Ipv4Addr::new(127, 250, high, low), 0)).unwrap().local_addr().unwrap();
+    let target = |options: &str| {
+        let (device, export) = (format!("ram:32M?mbps=40{options}"), format!("nvme-tcp://{address}?nqn={NQN}"));
+        Daemon::start(folder, &["--control", "t", "--device", &device, "--export", &export])
+    };
+    let disk = target("");
+    let device = format!("nvme-tcp://{address}/{NQN}?queues=2&reconnect_delay_s=1");
+    let words = ["--device", &device, "--export", "vhost-user-blk:s?queues=2", "--control", "c", "--lanes", "2"];
+    let mut daemon = Daemon::start(folder, &words);
+    let mut client = client(folder);
+    wait_until("the client connects", || sessions(folder).contains("is connected"));
+    for _ in 0..3 {
+        replace(folder, &mut daemon, &[]);
+        println!("guests were paused for {} ms", pause_ms(&daemon));
+    }
+    assert!(client.is_running(), "the client has ended before the last takeover");
+    let (mut said, status) = (String::new(), client.ended());
+    client.0.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+    assert!(status.success() && !said.contains("connected again"), "the client says:\n{said}");
+    // An association of each daemon has ended with it.
+    let hosts = || {
+        let tree = succeed(folder, &["inspect", "--control", "t", "--json"]);
+        let tree: serde_json::Value = serde_json::from_str(&tree).unwrap();
+        tree["exports"][0]["session"]["target"]["hosts"].as_array().unwrap().len()
+    };
+    wait_until("one association is left", || hosts() == 1);
+    // The disk cannot be reached, or it is another one: the daemon continues.
+    disk.stop();
+    let refusal = || {
+        let output = run(folder, &["serve", "--takeover", "c"]);
+        assert!(!output.status.success());
+        String::from_utf8_lossy(&output.stderr).into_owned()
+    };
+    let error = refusal();
+    assert!(error.contains(&format!("cannot connect to {address}")), "{error}");
+    for (options, reason) in [("&readonly=on", "write protection"), ("&block_size=4k", "limits")] {
+        let other = target(options);
+        let error = refusal();
+        assert!(error.contains(reason), "{error}");
+        other.stop();
+    }
+    let disk = target("");
+    assert!(daemon.is_running());
+    writes_and_checks(folder);
+    daemon.stop();
+    disk.stop();
 }
 
 #[test]
