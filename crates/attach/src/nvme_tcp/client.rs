@@ -23,6 +23,7 @@ pub(super) struct AdminClient {
     wake: Arc<EventFd>,
     clock: Arc<dyn TimeSource>,
     began: Instant,
+    limit: Duration,
     until: Instant,
 }
 
@@ -39,7 +40,7 @@ impl AdminClient {
         let (wake, began) = (Arc::new(wake), clock.now());
         let mut admin = AdminConnection::new(host, address.to_owned(), Arc::clone(&wake));
         admin.host.start(0);
-        Ok(AdminClient { name: name.to_owned(), admin, wake, clock, began, until: began + limit })
+        Ok(AdminClient { name: name.to_owned(), admin, wake, clock, began, limit, until: began + limit })
     }
 
     fn now_ns(&self) -> u64 {
@@ -86,7 +87,7 @@ impl AdminClient {
                     }
                 }
                 None => {
-                    let cause = format!("no {awaited} in time; check that it is an NVMe/TCP port");
+                    let cause = format!("no {awaited} within {:?}; check that it is an NVMe/TCP port", self.limit);
                     return Err(failed(self, cause));
                 }
             }
@@ -144,7 +145,8 @@ impl TcpAdminClient {
     ) -> Result<TcpAdminResult, AttachError> {
         self.commands += 1;
         let (client, command) = (&mut self.client, self.commands);
-        client.until = client.clock.now() + timeout + LATE_MAX;
+        client.limit = timeout + LATE_MAX;
+        client.until = client.clock.now() + client.limit;
         let (now_ns, timeout_ns) = (client.now_ns(), timeout.as_nanos().try_into().unwrap_or(u64::MAX));
         if client.admin.host.submit_admin(sqe, data, command, timeout_ns, now_ns).is_err() {
             return Err(AttachError::Controller { disk: client.name.clone(), cause: client.admin.why() });
