@@ -28,6 +28,7 @@ mod nvme_exports;
 mod nvme_guest;
 mod nvme_namespaces;
 mod nvme_ports;
+mod nvme_restarts;
 mod nvme_takeover;
 mod nvme_tcp;
 mod nvme_waits;

@@ -157,7 +157,7 @@ impl RelaySession {
         }
     }
 
-    /// Relays both ways, until one side has left and the other has all its bytes.
+    /// Relays both ways, until one side has closed and the other has all its bytes.
     fn relay(&mut self) {
         loop {
             let last = self.daemon_left.map(|left| left + LAST_ANSWER_TIME);
@@ -195,7 +195,8 @@ impl RelaySession {
         let peer = wanted(!self.peer_ended && self.to_daemon.is_empty(), has_next(&self.to_peer));
         let ends = [
             (&self.daemon, daemon, daemon.is_empty() && self.daemon_left.is_some()),
-            (&*self.peer, peer, peer.is_empty()),
+            // Once it has ended its stream, its close is awaited.
+            (&*self.peer, peer, peer.is_empty() && !(self.peer_ended && self.to_daemon.is_empty())),
         ];
         let streams = self.streams.iter().flat_map(|stream| {
             let ours = wanted(stream.to_theirs.is_empty(), !stream.to_ours.is_empty());
@@ -250,14 +251,20 @@ impl RelaySession {
         if self.to_peer.is_held() || !ready.is_empty() {
             self.send_to_peer()?;
         }
-        if self.peer_ended || !self.to_daemon.is_empty() || ready.is_empty() {
+        if !self.to_daemon.is_empty() || ready.is_empty() {
             return Ok(());
+        }
+        let has_closed = ready.intersects(PollFlags::HUP);
+        if self.peer_ended {
+            return if has_closed { Err(io::ErrorKind::UnexpectedEof.into()) } else { Ok(()) };
         }
         let mut pieces = VecDeque::new();
         let received = Piece::receive(&self.peer, &mut pieces);
         let is_over = pieces.is_empty();
         self.take_in(pieces)?;
         match received {
+            // The daemon sees a close as such, since a peer that has only ended its sending may still use its memory.
+            Ok(()) if is_over && has_closed => return Err(io::ErrorKind::UnexpectedEof.into()),
             Ok(()) if is_over => {
                 self.peer_ended = true;
                 let _ = shutdown(&self.daemon, Shutdown::Write);

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use blkyard_os::{AcceptedConnection, Receiver};
-use blkyard_sys::{PASSED_FDS_MAX, recv_fds, send_fds};
+use blkyard_sys::{PASSED_FDS_MAX, PollFd, PollFlags, recv_fds, send_fds, wait_for};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, fstat, memfd_create};
 use rustix::net::{RecvFlags, SendFlags, sockopt};
@@ -332,6 +332,30 @@ fn a_connection_to_a_peer_is_closed_in_halves() {
     said.clear();
     daemon.read_to_end(&mut said).unwrap();
     assert_eq!(said, b"done");
+}
+
+#[test]
+fn only_a_close_of_the_peer_is_seen_as_a_close() {
+    let ground = Ground::new();
+    let is_closed = |daemon: &UnixStream, limit: Duration| {
+        let mut fds = [PollFd::new(daemon, PollFlags::empty())];
+        wait_for(&mut fds, Some(limit)).unwrap();
+        fds[0].revents().contains(PollFlags::HUP)
+    };
+    for ends_first in [true, false] {
+        let (peer, mut daemon) = ground.connect_to_peer();
+        put(&peer, b"last", &[]);
+        if ends_first {
+            peer.shutdown(std::net::Shutdown::Write).unwrap();
+            let mut said = Vec::new();
+            daemon.read_to_end(&mut said).unwrap();
+            assert_eq!(said, b"last");
+            assert!(!is_closed(&daemon, Duration::from_millis(50)), "it has ended its sending only");
+        }
+        drop(peer);
+        assert!(is_closed(&daemon, PATIENCE));
+        assert_eq!(get(&daemon, 100).0, if ends_first { &b""[..] } else { b"last" });
+    }
 }
 
 #[test]
