@@ -16,8 +16,7 @@ use crate::host::Retries;
 use crate::lists::without_list;
 use crate::registered::MappedBuffers;
 use crate::{
-    DmaSegment, DsmRange, HostQueuePair, ListError, ListPool, NvmeNamespace, NvmeStatus, Psdt, RetryDelays, Sqe,
-    control, io,
+    DmaSegment, DsmRange, HostQueuePair, ListError, ListPool, NvmeNamespace, Psdt, RetryDelays, Sqe, control, io,
 };
 
 /// Command of the controller's owner to a queue. All except `Start` and `Fail` are answered by an [`IoQueueReport`].
@@ -415,10 +414,12 @@ impl IoQueue {
         self.pair.in_flight() == 0 && self.retries.deadline_ns().is_none()
     }
 
-    /// Gives back all requests that wait for a retry: they are submitted again in another queue.
+    /// Takes over from the queue that its hardware queue had before, after that one's last command ended: requests go
+    /// on with their retry counts, and those that wait for a retry there are submitted again here.
     #[cold]
-    pub fn requeue_delayed(&mut self, done: &mut Done<'_>) {
-        self.retries.requeue_due(done, u64::MAX);
+    pub fn take_over(&mut self, old: &mut IoQueue, done: &mut Done<'_>) {
+        old.retries.requeue_due(done, u64::MAX);
+        self.retries.adopt(&mut old.retries);
     }
 
     /// Executes a command of the controller's owner. Parts that need the queue core follow at the next poll.
@@ -476,7 +477,7 @@ impl IoQueue {
                 let Some(tag) = self.parked[slot].take() else { continue };
                 self.pair.cancel(slot as u16);
                 self.lists.release(slot as u16);
-                self.retries.finish(tag, NvmeStatus::HOST_ABORTED, done, now_ns);
+                self.retries.finish_reset(tag, done, now_ns);
             }
             self.cancelled();
         }

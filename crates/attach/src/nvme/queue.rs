@@ -86,11 +86,13 @@ impl NamespaceQueue {
                 }
                 NvmeQueueMessage::Run(running) => {
                     (self.is_known, self.is_failing) = (false, false);
+                    let old = self.running.take();
                     running.prefer_node();
-                    if let Some(mut old) = self.running.replace(running) {
+                    let running = self.running.insert(running);
+                    if let Some(mut old) = old {
                         // Carries out the cancellation that came before.
                         old.queue.poll(done, now_ns);
-                        old.queue.requeue_delayed(done);
+                        running.queue.take_over(&mut old.queue, done);
                     }
                 }
                 NvmeQueueMessage::Memory(number, addresses, buffers) if number == self.memory_number => {

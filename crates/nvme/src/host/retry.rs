@@ -6,8 +6,8 @@ use crate::{IdentifyController, NvmeStatus};
 
 /// Maximum retries of a request, as in Linux.
 pub const RETRIES_MAX: u8 = 5;
-/// Time for which a command that was cancelled, or could not be started, is submitted again; ns. It is the kernel's
-/// default timeout of an I/O, and longer than a reset of a live controller.
+/// Time for which a command that was cancelled, or could not be started, is submitted again; ns. It is the default
+/// timeout of an I/O, here and in Linux, and longer than a reset of a live controller.
 pub const CANCELLED_RETRY_NS: u64 = 30_000_000_000;
 /// Delay of such a retry, ns.
 const CANCELLED_DELAY_NS: u64 = 100_000_000;
@@ -52,6 +52,16 @@ impl Disposition {
         Disposition::Retry(delays.of(status))
     }
 
+    /// Disposition of a request that so many earlier resets have cancelled, the first one so long ago. The number alone
+    /// is no reason to fail it: a controller may restart often. Nor is the time: it may have been away. Both together
+    /// bound a request that is itself the cause of the resets.
+    pub fn of_reset(resets: u8, elapsed_ns: u64) -> Disposition {
+        if resets >= RETRIES_MAX && elapsed_ns >= CANCELLED_RETRY_NS {
+            return Disposition::Complete;
+        }
+        Disposition::Retry(0)
+    }
+
     /// Disposition of a request whose commands were cancelled, or not started, for so long.
     pub fn of_cancelled(elapsed_ns: u64) -> Disposition {
         match elapsed_ns {
@@ -65,6 +75,8 @@ impl Disposition {
 #[derive(Clone, Copy, Debug, Default)]
 struct RetryState {
     count: u8,
+    /// Resets that have cancelled a command of it.
+    resets: u8,
     /// When a command was first cancelled, ns.
     cancelled_ns: Option<u64>,
 }
@@ -137,8 +149,6 @@ impl Retries {
                 self.retried += usize::from(!state.is_set());
                 state.count += 1;
                 match delay_ns.max(after_ns) {
-                    // Cancelled without an answer.
-                    0 if status.without_flags() == NvmeStatus::HOST_ABORTED => done.requeue(tag),
                     0 => done.requeue_answered(tag),
                     delay_ns => {
                         let due_ns = now_ns.saturating_add(delay_ns);
@@ -147,6 +157,37 @@ impl Retries {
                 }
             }
         }
+    }
+
+    /// Handles a command that a reset or the loss of the controller has cancelled. Its request is submitted again at
+    /// once, and in order. That is no retry: [`Disposition::of_reset`] bounds it.
+    #[cold]
+    pub fn finish_reset(&mut self, tag: Tag, done: &mut Done<'_>, now_ns: u64) {
+        let state = &mut self.states[tag.index()];
+        let first_ns = state.cancelled_ns.unwrap_or(now_ns);
+        match Disposition::of_reset(state.resets, now_ns.saturating_sub(first_ns)) {
+            Disposition::Complete => {
+                self.forget(&tag);
+                done.note_code(tag.index(), ErrorCode::Nvme(NvmeStatus::HOST_ABORTED.0));
+                done.complete(tag, Status::Io);
+            }
+            Disposition::Retry(_) => {
+                self.retried += usize::from(!state.is_set());
+                (state.resets, state.cancelled_ns) = (state.resets.saturating_add(1), Some(first_ns));
+                done.requeue(tag);
+            }
+        }
+    }
+
+    /// Goes on with the counts of another queue whose requests, none of which waits there, come here. Requests have the
+    /// same slots in both.
+    pub fn adopt(&mut self, other: &mut Retries) {
+        debug_assert!(other.delayed.is_empty(), "a request waits in the other queue");
+        for (state, others) in self.states.iter_mut().zip(&mut other.states) {
+            *state = std::mem::take(others);
+        }
+        self.retried = self.states.iter().filter(|state| state.is_set()).count();
+        other.retried = 0;
     }
 
     /// Handles a command that ended without an answer of the controller: cancelled by a reset, or not started. Its
@@ -234,12 +275,21 @@ mod tests {
         assert_eq!(of(NvmeStatus::INTERNAL, 4), Disposition::Retry(0));
         assert_eq!(of(NvmeStatus::INTERNAL, 5), Disposition::Complete, "five times at most");
         assert_eq!(of(NvmeStatus::LBA_OUT_OF_RANGE.with_dnr(), 0), Disposition::Complete);
-        assert_eq!(of(NvmeStatus::HOST_ABORTED, 0), Disposition::Retry(0));
         assert_eq!(of(NvmeStatus::ABORT_REQUESTED, 0), Disposition::Retry(0));
         let delayed = |number: u16| NvmeStatus(NvmeStatus::COMMAND_INTERRUPTED.0 | number << 11);
         assert_eq!(of(delayed(1), 0), Disposition::Retry(100_000_000));
         assert_eq!(of(delayed(2), 0), Disposition::Retry(0), "a delay that the controller does not name");
         assert_eq!(of(delayed(3), 1), Disposition::Retry(3_000_000_000));
+    }
+
+    #[test]
+    fn resets_fail_a_request_only_if_many_and_over_long() {
+        let (max, long_ns) = (RETRIES_MAX, CANCELLED_RETRY_NS);
+        for (resets, elapsed_ns) in [(0, 0), (u8::MAX, long_ns - 1), (max - 1, u64::MAX), (0, long_ns)] {
+            let disposition = Disposition::of_reset(resets, elapsed_ns);
+            assert_eq!(disposition, Disposition::Retry(0), "{resets}, {elapsed_ns} ns");
+        }
+        assert_eq!(Disposition::of_reset(max, long_ns), Disposition::Complete);
     }
 
     #[test]

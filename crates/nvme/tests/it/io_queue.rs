@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use blkyard_mem::{CountingAllocator, Region, RegionTable, Segment, View};
-use blkyard_mq::{Bio, BioFlags, Driver, HwQueue, HwQueueConfig, Op, PathGeneration, Status};
+use blkyard_mq::{Batch, Bio, BioFlags, Done, Driver, HwQueue, HwQueueConfig, Op, PathGeneration, Status};
 use blkyard_nvme::{
     DmaMap, DmaRange, IdentifyController, IdentifyNamespace, IoCommand, IoParser, IoQueueCommand, IoQueueReport,
     LbaFormat, LoopbackBuffers, NamespaceFormat, NvmeLoopback, NvmeLoopbackConfig, NvmeStatus, Psdt, Sqe, control, io,
@@ -371,6 +371,70 @@ fn a_slot_whose_request_was_taken_starts_with_no_retries() {
     failures.set(0);
     assert_eq!(bench.one(Op::Read, NONE, 0, 8, &[(0, 4096)]), Status::Ok);
     assert_eq!(failures.get(), 6);
+}
+
+/// A queue, and the one that takes over from it when it is next polled.
+struct Successive<S> {
+    present: NvmeLoopback<S>,
+    next: Option<NvmeLoopback<S>>,
+}
+
+impl<S: FnMut(&Bio, &RegionTable) -> Status> Driver<()> for Successive<S> {
+    fn queue_rqs(&mut self, cx: &mut (), memory: &RegionTable, batch: &mut Batch<'_>) {
+        self.present.queue_rqs(cx, memory, batch);
+    }
+
+    fn poll(&mut self, cx: &mut (), memory: &RegionTable, done: &mut Done<'_>, now_ns: u64) {
+        self.present.poll(cx, memory, done, now_ns);
+        if let Some(mut next) = self.next.take() {
+            next.set_memory(cx, memory);
+            next.host.take_over(&mut self.present.host, done);
+            self.present = next;
+        }
+    }
+
+    fn wants_poll(&self) -> bool {
+        self.next.is_some()
+    }
+
+    fn set_memory(&mut self, cx: &mut (), memory: &RegionTable) {
+        self.present.set_memory(cx, memory);
+    }
+}
+
+#[test]
+fn retries_are_counted_across_queues() {
+    let form = Form { block_shift: 9, sgl: true, has_shadow: true };
+    let tries = Rc::new(Cell::new(0));
+    let open = || {
+        let tries = Rc::clone(&tries);
+        let fail = move |_: &Bio, _: &RegionTable| {
+            tries.set(tries.get() + 1);
+            Status::Medium
+        };
+        NvmeLoopback::new(&config(form, 8), fail).unwrap()
+    };
+    let driver = Successive { present: open(), next: None };
+    let config = HwQueueConfig { depth: 7, bios_max: 8, ..HwQueueConfig::default() };
+    let mut hw = HwQueue::new(driver, Arc::new(open().info.clone()), config);
+    hw.set_memory(&mut (), Arc::new(RegionTable::new(vec![Region::anonymous(4096).unwrap()])));
+    let mut bio = Bio::with_capacity(1);
+    (bio.op, bio.sectors) = (Op::Read, 8);
+    bio.segments.push(Segment { region: 0, offset: 0, len: 4096 });
+    hw.submit(bio);
+    let (mut now_ns, mut ended, mut seen) = (0, vec![], 0);
+    while ended.is_empty() {
+        now_ns += 10_000_000;
+        hw.issue(&mut (), now_ns);
+        hw.reap(&mut (), now_ns, &mut |bio| ended.push(bio.status));
+        // A new queue after each try.
+        if std::mem::replace(&mut seen, tries.get()) != tries.get() {
+            assert!(seen <= 6, "it has no end");
+            hw.driver_mut().present.host.command(IoQueueCommand::Stop);
+            hw.driver_mut().next = Some(open());
+        }
+    }
+    assert_eq!((ended, seen), (vec![Status::Medium], 6));
 }
 
 #[test]

@@ -163,10 +163,12 @@ fn buffers_stay_lent_until_the_controller_is_silent() {
     }
     for _ in 0..RETRIES_MAX {
         rig.run(|rig| rig.fake.borrow().pending.len() == 10, S);
+        rig.now_ns += 7 * S;
         rig.host.reset(rig.now_ns);
         rig.run(|rig| rig.host.state() == ControllerState::Live, 10 * S);
     }
-    // A second reset: requests end as soon as they are cancelled.
+    rig.now_ns += 7 * S;
+    // One more reset after so long: requests end as soon as they are cancelled.
     rig.run(|rig| rig.fake.borrow().pending.len() == 10, S);
     let pending = rig.fake.borrow().pending.clone();
     rig.fake.borrow_mut().idle_delay_ns = 3 * S;
@@ -270,21 +272,73 @@ fn retries_wait_as_long_as_the_controller_asks() {
     assert_eq!(statuses(&rig), [Status::Ok]);
 }
 
+/// Resets the controller with a request in flight.
+fn reset_in_flight(rig: &mut Rig) {
+    rig.run(|rig| !rig.fake.borrow().pending.is_empty(), S);
+    rig.host.reset(rig.now_ns);
+    rig.run(|rig| rig.host.state() == ControllerState::Live, 10 * S);
+}
+
 #[test]
-fn a_request_survives_five_resets() {
-    for resets in [RETRIES_MAX, RETRIES_MAX + 1] {
-        let mut rig = slow(1, |_| ());
-        rig.submit(1, 0, Op::Write, 0).unwrap();
-        for _ in 0..resets {
-            rig.run(|rig| !rig.fake.borrow().pending.is_empty(), S);
-            rig.host.reset(rig.now_ns);
-            rig.run(|rig| rig.host.state() == ControllerState::Live, 10 * S);
-        }
-        prompt(&rig);
-        rig.finish();
-        let status = if resets == RETRIES_MAX { Status::Ok } else { Status::Io };
-        assert_eq!(statuses(&rig), [status]);
+fn resets_in_a_row_fail_no_request() {
+    let mut rig = slow(1, |_| ());
+    rig.submit(1, 0, Op::Write, 0).unwrap();
+    for _ in 0..300 {
+        reset_in_flight(&mut rig);
     }
+    // Nor did they take a retry from it.
+    for _ in 0..RETRIES_MAX {
+        rig.run(|rig| !rig.fake.borrow().pending.is_empty(), S);
+        rig.fake.borrow_mut().complete(0, NvmeStatus::INTERNAL);
+        rig.round();
+    }
+    prompt(&rig);
+    rig.finish();
+    assert_eq!((statuses(&rig), rig.fake.borrow().enables), (vec![Status::Ok], 301));
+}
+
+#[test]
+fn a_request_without_an_end_fails_by_many_resets_over_long() {
+    let mut rig = slow(1, |_| ());
+    rig.submit(1, 0, Op::Write, 0).unwrap();
+    let mut resets = 0;
+    while rig.ended.is_empty() {
+        reset_in_flight(&mut rig);
+        resets += 1;
+        // In time: no command is late.
+        rig.now_ns += 4 * S;
+    }
+    assert_eq!((statuses(&rig), resets, rig.actions.len()), (vec![Status::Io], 9, 0), "the first, and 32 s later");
+}
+
+#[test]
+fn a_command_that_is_late_each_time_fails_and_no_other() {
+    let mut rig = slow(1, |fake| {
+        fake.ignored.insert(admin::ABORT, 0);
+    });
+    let stuck = rig.submit(1, 0, Op::Write, 0).unwrap();
+    let mut others = 0;
+    while !rig.ended.iter().any(|(cookie, _)| *cookie == stuck) {
+        // The others take a second.
+        let due = rig.now_ns + S;
+        rig.run(|rig| rig.now_ns >= due, 10 * S);
+        let number = rig.fake.borrow().pending.iter().position(|io| io.sqe.slba() > 0);
+        if let Some(number) = number {
+            rig.fake.borrow_mut().complete(number, NvmeStatus::SUCCESS);
+        }
+        if rig.in_flight() < 2 {
+            rig.submit(1, 0, Op::Write, 1).unwrap();
+            others += 1;
+        }
+        assert!(rig.now_ns < 1000 * S, "it does not end");
+    }
+    let resets = rig.actions.iter().filter(|action| **action == LateAction::Reset).count();
+    assert_eq!(resets, usize::from(RETRIES_MAX) + 1);
+    prompt(&rig);
+    rig.finish();
+    let failed: Vec<_> = rig.ended.iter().filter(|(_, status)| !status.is_ok()).collect();
+    assert_eq!(failed, [&(stuck, Status::Io)]);
+    assert!(others > 100, "{others}");
 }
 
 #[test]

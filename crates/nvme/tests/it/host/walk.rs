@@ -13,6 +13,8 @@ use crate::seeds::seeds;
 
 /// Walks per test run.
 const SEEDS: u64 = 2000;
+/// Walks of resets per test run.
+const RESET_SEEDS: u64 = 300;
 /// Steps before the controller is repaired.
 const STEPS: usize = 400;
 
@@ -271,4 +273,50 @@ fn no_walk_loses_a_request_or_touches_memory_that_was_given_back() {
         assert!(resets > SEEDS && aborts > SEEDS / 10 && dead > SEEDS / 50 && unplugged > 0);
         assert_eq!(stale, 0, "an honest controller is believed");
     }
+}
+
+/// Resets at any time, each of a controller that is sound, within a few seconds. Returns the number of resets.
+fn walk_of_resets(seed: u64) -> u32 {
+    let mut walk = Walk::new(seed);
+    let begin_ns = walk.rig.now_ns;
+    {
+        let mut fake = walk.rig.fake.borrow_mut();
+        (fake.ready_delay_ns, fake.idle_delay_ns) = (walk.chance.next() % (10 * MS), walk.chance.next() % (10 * MS));
+    }
+    for _ in 0..1000 {
+        match walk.chance.below(16) {
+            0..=2 => {
+                let qid = 1 + walk.chance.below(usize::from(walk.queues)) as u16;
+                let op = if walk.chance.one_in(2) { Op::Read } else { Op::Write };
+                let _ = walk.rig.submit(qid, walk.chance.below(2) as u16, op, walk.chance.below(40) as u64);
+            }
+            3..=9 => walk.rig.round(),
+            10 => drop(walk.rig.host.reset(walk.rig.now_ns)),
+            11..=12 if walk.chance.one_in(4) => {
+                let pending = walk.rig.fake.borrow().pending.len();
+                if let Some(number) = walk.pick(pending) {
+                    walk.rig.fake.borrow_mut().complete(number, NvmeStatus::SUCCESS);
+                }
+            }
+            13 => walk.transfer(),
+            _ => walk.rig.now_ns += walk.chance.next() % (10 * MS),
+        }
+        walk.rig.check();
+    }
+    assert!(walk.rig.now_ns - begin_ns < 30 * S);
+    let resets = walk.rig.fake.borrow().enables - 1;
+    walk.heal();
+    let failed = walk.rig.ended.iter().filter(|(_, status)| !status.is_ok()).count();
+    assert_eq!((failed, walk.rig.in_flight()), (0, 0), "of {} bios", walk.rig.ended.len());
+    resets
+}
+
+#[test]
+fn no_walk_of_resets_fails_a_request() {
+    let (asked, mut resets) = (seeds(), 0);
+    for seed in asked.clone().unwrap_or(0..RESET_SEEDS) {
+        println!("BLKYARD_SEED={seed}");
+        resets += u64::from(walk_of_resets(seed));
+    }
+    assert!(asked.is_some() || resets > 10 * RESET_SEEDS, "{resets} resets");
 }
