@@ -43,6 +43,8 @@ pub struct Vm<'a> {
     controllers: Vec<PathBuf>,
     /// Images behind NVMe controllers of QEMU's own.
     nvme_images: Vec<PathBuf>,
+    /// Writes that each of those carries out in a second, if limited.
+    nvme_writes: Option<u32>,
     /// Images of NVMe controllers of QEMU.
     nvme: Vec<PathBuf>,
     /// Image of a namespace with metadata.
@@ -102,6 +104,7 @@ impl<'a> Vm<'a> {
             disks: Vec::new(),
             controllers: Vec::new(),
             nvme_images: Vec::new(),
+            nvme_writes: None,
             nvme: Vec::new(),
             metadata_image: None,
             folder: None,
@@ -163,6 +166,12 @@ impl<'a> Vm<'a> {
     /// Adds an NVMe controller of QEMU's, with an image as its namespace.
     pub fn nvme_image(mut self, image: impl Into<PathBuf>) -> Self {
         self.nvme_images.push(image.into());
+        self
+    }
+
+    /// Has QEMU's NVMe controllers carry out so many writes a second; others wait there.
+    pub fn nvme_writes_per_second(mut self, writes: u32) -> Self {
+        self.nvme_writes = Some(writes);
         self
     }
 
@@ -299,8 +308,9 @@ impl<'a> Vm<'a> {
         for socket in &self.controllers {
             qemu.args(["-device", &controller_option(socket)]);
         }
+        let limit = self.nvme_writes.map(|writes| format!(",throttling.iops-write={writes}")).unwrap_or_default();
         for (index, image) in self.nvme_images.iter().enumerate() {
-            qemu.args(["-drive", &format!("file={},if=none,format=raw,id=image{index}", image.display())])
+            qemu.args(["-drive", &format!("file={},if=none,format=raw,id=image{index}{limit}", image.display())])
                 .args(["-device", &format!("nvme,serial=nvme-{index},drive=image{index}")]);
         }
         Ok(Machine { running: Running::start("the guest", &qemu)?, folder })

@@ -22,6 +22,13 @@ pub const SCENARIOS: &[Scenario] = &[
         tell: unplug,
     },
     Scenario {
+        name: "nvme-ng-killed",
+        sentence: "a namespace whose user was killed is taken only once its last write is done",
+        place: RunsIn::Guest,
+        ours: true,
+        tell: killed,
+    },
+    Scenario {
         name: "nvme-ng-speed",
         sentence: "blkyard on nvme: is measured beside fio on the same namespace",
         place: RunsIn::Guest,
@@ -134,6 +141,54 @@ fn unplug(ground: &ScenarioContext) -> Result<()> {
     machine.pull_nvme(0).context("of the controller")?;
     let output = machine.wait()?.success()?;
     ensure!(output == "running\nfailed\n", "the guest says:\n{output}");
+    Ok(())
+}
+
+/// The controller carries out a few writes a second, so that many are left behind by a process that is killed.
+fn killed(ground: &ScenarioContext) -> Result<()> {
+    let image = ground.image("nvme.img", 64 * MIB)?;
+    let task = format!(
+        "{SHELL}{PRELUDE}
+        # Each write changes it.
+        sum() {{ dd if=/dev/nvme0n1 bs=64k count=64 iflag=direct 2>/dev/null | md5sum; }}
+        killed() {{ kill -9 $1; wait $1 2>/dev/null || true; }}
+        empty=$(sum)
+        /host/blkyard bench nvme:/dev/ng0n1 --rw randwrite --bs 4k --iodepth 32 --size 4m --verify crc32c >/tmp/bench 2>&1 &
+        bench=$!
+        while [ \"$(sum)\" = \"$empty\" ]; do kill -0 $bench || {{ cat /tmp/bench; exit 1; }}; sleep 0.1; done
+        sleep 1
+        killed $bench
+        left=$(sum)
+        refused=0
+        until /host/blkyard bench nvme:/dev/ng0n1 --rw read --bs 4k --size 4k >/tmp/bench 2>&1; do
+            grep -q 'lock' /tmp/bench || {{ cat /tmp/bench; exit 1; }}
+            refused=$((refused + 1))
+        done
+        taken=$(sum)
+        [ $refused -gt 0 ] && [ \"$left\" != \"$taken\" ] || {{ echo \"no write was left behind: $refused\"; exit 1; }}
+        sleep 8
+        [ \"$taken\" = \"$(sum)\" ] || {{ echo 'a write of the dead process came later'; exit 1; }}
+        echo taken
+        # A daemon that is killed amid writes, and its next ones: the same writes are sent again, and later ones follow.
+        serve
+        for run in 1 2 3; do
+            /host/blkyard bench vhost-user:/tmp/disk.sock --rw randwrite --bs 4k --iodepth 16 --size 256k --verify crc32c \\
+                >/tmp/bench 2>&1 &
+            bench=$!
+            sleep 4
+            killed $serve
+            serve
+            grep -q 'waiting for its lock' /tmp/serve || {{ echo 'it did not wait:'; cat /tmp/serve /tmp/bench; exit 1; }}
+            wait $bench || {{ cat /tmp/bench /tmp/serve; exit 1; }}
+            grep -q ' 0 differ' /tmp/bench || {{ cat /tmp/bench; exit 1; }}
+        done
+        kill $serve
+        wait $serve || {{ cat /tmp/serve; exit 1; }}
+        echo killed"
+    );
+    let vm = Vm::new(ground.guest, 2).nvme_image(image.path.clone()).nvme_writes_per_second(5);
+    let output = vm.folder(program_folder(ground)?).succeed(&task)?;
+    ensure!(output == "taken\nkilled\n", "the guest says:\n{output}");
     Ok(())
 }
 
