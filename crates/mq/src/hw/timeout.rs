@@ -16,8 +16,9 @@ use crate::driver::{Done, Driver, TimedOut};
 use crate::request::{Marks, RequestState};
 
 /// Allowed delay of a timeout scan, as a share of the timeout: so a queue with many close deadlines is not scanned for
-/// each.
+/// each. At most 10 ms: a path that hangs is left at the timeout, and who waits for that must not wait much longer.
 const SLACK_SHARE: u64 = 16;
+const SLACK_MAX_NS: u64 = 10_000_000;
 
 impl<D> HwQueue<D> {
     /// Asks the driver about each request that has timed out. Completions are not handled here.
@@ -66,7 +67,7 @@ impl<D> HwQueue<D> {
             // again.
             u64::MAX
         } else {
-            next_ns.max(now_ns + self.timeout_ns / SLACK_SHARE)
+            next_ns.max(now_ns + (self.timeout_ns / SLACK_SHARE).min(SLACK_MAX_NS))
         };
     }
 

@@ -10,7 +10,7 @@ use blkyard_mq::{
 use crate::core::hand::{Bench, Late, bio, disk, read};
 
 const TIMEOUT_NS: u64 = 1_000_000_000;
-const SLACK_NS: u64 = TIMEOUT_NS / 16;
+const SLACK_NS: u64 = 10_000_000;
 
 fn bench(late: &[Late]) -> Bench {
     let mut bench = Bench::new(disk(), HwQueueConfig { timeout_ns: TIMEOUT_NS, ..HwQueueConfig::default() });
@@ -45,6 +45,23 @@ fn the_time_that_a_device_says_goes_before_that_of_the_queue() {
     assert_eq!(bench.deadline_ns(), Some(due_ns));
     bench.turn_at(due_ns);
     assert_eq!(bench.take_ended(), [(0, Status::Timeout)]);
+}
+
+#[test]
+fn a_long_timeout_is_noticed_10_ms_late_at_most() {
+    let info = DeviceInfo { timeout_ns: 30 * TIMEOUT_NS, ..disk() };
+    let mut bench = Bench::new(info, HwQueueConfig::default());
+    bench.device().late = [Late::End(Status::Timeout); 2].into_iter().collect();
+    bench.submit(read(0));
+    bench.turn_at(1);
+    bench.submit(read(1000));
+    bench.turn_at(TIMEOUT_NS);
+    bench.turn_at(1 + 30 * TIMEOUT_NS);
+    assert_eq!(bench.take_ended(), [(0, Status::Timeout)]);
+    let due_ns = bench.deadline_ns().unwrap();
+    assert!((31 * TIMEOUT_NS..=31 * TIMEOUT_NS + SLACK_NS).contains(&due_ns), "{due_ns}");
+    bench.turn_at(due_ns);
+    assert_eq!(bench.take_ended(), [(1000, Status::Timeout)]);
 }
 
 #[test]
