@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use blkyard::spec::SpecError;
-use blkyard_export::{NvmeTcpAna, NvmeTcpDisk, PortAddresses};
+use blkyard_export::{NvmeTcpAna, NvmeTcpDisk, PortDirectory};
 use blkyard_mq::DeviceInfo;
 use blkyard_nvme::fabrics::Nqn;
 
@@ -17,7 +17,7 @@ use crate::wanted::{Wanted, WantedTarget};
 
 /// Addresses and controller identifiers that the ports of each subsystem have.
 pub(crate) struct SubsystemPorts {
-    addresses: Vec<(Nqn, Arc<PortAddresses>)>,
+    addresses: Vec<(Nqn, Arc<PortDirectory>)>,
     taken: Vec<(Nqn, Range<u16>)>,
 }
 
@@ -78,7 +78,7 @@ impl SubsystemPorts {
     }
 
     /// The addresses of a subsystem, which its ports share.
-    fn addresses(&mut self, nqn: &Nqn) -> Arc<PortAddresses> {
+    fn addresses(&mut self, nqn: &Nqn) -> Arc<PortDirectory> {
         if let Some((_, known)) = self.addresses.iter().find(|(known, _)| known == nqn) {
             return Arc::clone(known);
         }

@@ -19,6 +19,7 @@
 mod admin;
 mod capabilities;
 mod capsules;
+mod cross_reset;
 mod events;
 mod features;
 mod group;
@@ -40,6 +41,7 @@ use self::admin::PendingAdmin;
 pub use self::capabilities::{ControllerOptions, FabricsOptions};
 use self::capsules::CapsuleQueue;
 pub use self::capsules::{AdminCompletion, ConnectedQueue};
+use self::cross_reset::CrossReset;
 use self::events::{ControllerEvent, PendingEvents};
 use self::features::Features;
 pub(crate) use self::io::IoShared;
@@ -124,6 +126,8 @@ pub struct Controller {
     sqs: Box<[Option<IoSubmissionQueue>]>,
     pending: Vec<(u16, PendingAdmin)>,
     events: PendingEvents,
+    /// Resets of other controllers, those included that the host may still read of.
+    cross_resets: Vec<CrossReset>,
     features: Features,
     logs: ControllerLogs,
     walker: DataWalker,
@@ -190,6 +194,7 @@ impl Controller {
             sqs: (0..places).map(|_| None).collect(),
             pending: Vec::new(),
             events: PendingEvents::default(),
+            cross_resets: Vec::new(),
             features: Features::new(options.io_queues, options.vectors),
             logs: ControllerLogs::new([0; 8]),
             segments: Vec::with_capacity(walker.segments_max()),
@@ -216,10 +221,11 @@ impl Controller {
             let Some(fetched) = self.admin.as_mut().and_then(|pair| pair.fetch().ok().flatten()) else { break };
             self.execute(fetched.token, &fetched.sqe);
         }
+        self.answer_slow_resets();
         self.tell_events();
         let is_posted = self.admin.as_mut().is_some_and(ControllerQueuePair::take_posted);
         // Last: a Keep Alive in the ring is in time, however late this call is.
-        if self.deadline_ns().is_some_and(|until| now_ns >= until) {
+        if self.keep_alive_deadline_ns().is_some_and(|until| now_ns >= until) {
             self.expire();
         }
         is_posted
@@ -232,6 +238,10 @@ impl Controller {
 
     /// Latest time of the next [`Controller::poll`].
     pub fn deadline_ns(&self) -> Option<u64> {
+        self.keep_alive_deadline_ns().into_iter().chain(self.cross_reset_deadline_ns()).min()
+    }
+
+    fn keep_alive_deadline_ns(&self) -> Option<u64> {
         self.keep_alive_until_ns.filter(|_| self.admin.is_some() || self.capsules.is_some())
     }
 
@@ -425,6 +435,7 @@ impl Controller {
             self.events = PendingEvents::default();
         }
         self.pending.clear();
+        self.cross_resets.clear();
         // That of an association goes on.
         self.keep_alive_until_ns = self.keep_alive_until_ns.filter(|_| self.capsules.is_some());
         // A stopping queue sends no other reply.

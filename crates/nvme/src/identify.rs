@@ -115,6 +115,10 @@ identify! {
         retry_delay_2: u16 = 130,
         /// Third retry delay, 100 ms (CRDT3).
         retry_delay_3: u16 = 132,
+        /// Controller instance uniquifier (CIU); zero for none.
+        uniquifier: u8 = 135,
+        /// Controller instance random number (CIRN); zero for none.
+        random: u64 = 136,
         /// Optional admin commands (OACS): bit 3 namespace management, bit 8 shadow doorbells.
         admin_commands: u16 = 256,
         /// Maximum concurrent Abort commands, less one (ACL).
@@ -149,6 +153,8 @@ identify! {
         ana_group_max: u32 = 344,
         /// ANA groups (NANAGRPID).
         ana_groups: u32 = 348,
+        /// Time that commands may still be executed after the keep-alive timer has expired, ms (CQT); zero if unknown.
+        quiesce_ms: u16 = 386,
         /// SQE sizes as powers of two: required in bits 0-3, maximum in 4-7 (SQES).
         sq_entry_shifts: u8 = 512,
         /// CQE sizes as powers of two: required in bits 0-3, maximum in 4-7 (CQES).
@@ -184,6 +190,8 @@ identify! {
         sgl_descriptors_max: u8 = 1803,
         /// Optional fabrics commands (OFCS): bit 0 Disconnect.
         fabrics_commands: u16 = 1804,
+        /// Maximum concurrent Cross-Controller Reset commands, for fabrics (CCRL); zero without the command.
+        cross_resets: u8 = 1807,
     }
 }
 
@@ -361,6 +369,8 @@ mod tests {
         (128, 2),
         (130, 2),
         (132, 2),
+        (135, 1),
+        (136, 8),
         (256, 2),
         (258, 1),
         (259, 1),
@@ -378,6 +388,7 @@ mod tests {
         (343, 1),
         (344, 4),
         (348, 4),
+        (386, 2),
         (512, 1),
         (513, 1),
         (514, 2),
@@ -395,6 +406,7 @@ mod tests {
         (1802, 1),
         (1803, 1),
         (1804, 2),
+        (1807, 1),
     ];
     const NAMESPACE: &[(usize, usize)] = &[
         (0, 8),

@@ -25,6 +25,7 @@
 mod ana;
 mod controller;
 mod cqe;
+mod cross_reset;
 mod discovery;
 mod dma;
 pub mod doorbell;
@@ -54,6 +55,10 @@ pub use controller::{
     NextBio, RegisterFault, ServedNamespace, SnapshotError,
 };
 pub use cqe::{CQE_BYTES, Cqe};
+pub use cross_reset::{
+    CROSS_RESET_ENTRIES_MAX, CROSS_RESET_LOG, CROSS_RESET_LOG_BYTES, ControllerInstance, CrossResetEntry,
+    CrossResetState,
+};
 pub use discovery::{
     DISCOVERY_ENTRIES_MAX, DISCOVERY_ENTRY_BYTES, DISCOVERY_LOG, DISCOVERY_PORT, DiscoveredLog, DiscoveryEntry,
     DiscoveryError, DiscoveryHeader, DiscoveryKind, DiscoveryLog, SecureChannel,

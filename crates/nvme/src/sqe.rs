@@ -49,6 +49,8 @@ pub mod admin {
     pub const ASYNC_EVENT: u8 = 0x0c;
     /// Keep Alive.
     pub const KEEP_ALIVE: u8 = 0x18;
+    /// Cross-Controller Reset.
+    pub const CROSS_CONTROLLER_RESET: u8 = 0x38;
     /// Doorbell Buffer Config.
     pub const DOORBELL_BUFFER: u8 = 0x7c;
     /// Format NVM.

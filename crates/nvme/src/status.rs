@@ -104,6 +104,12 @@ codes! {
     FEATURE_NOT_CHANGEABLE = 0x10e, "feature not changeable";
     /// The feature is not specific to a namespace.
     FEATURE_NOT_NAMESPACE = 0x10f, "feature not namespace specific";
+    /// Cross-Controller Reset: another command has that controller reset already.
+    CROSS_RESET_RUNNING = 0x13f, "cross-controller reset in progress";
+    /// Cross-Controller Reset: the log page has no free entry.
+    CROSS_RESET_LOG_FULL = 0x140, "cross-controller reset log page full";
+    /// More Cross-Controller Reset commands than the controller accepts.
+    CROSS_RESET_LIMIT = 0x141, "cross-controller reset limit exceeded";
     /// Attributes that conflict, such as overlapping ranges.
     CONFLICTING_ATTRIBUTES = 0x180, "conflicting attributes";
     /// Protection information that does not match the format.

@@ -13,7 +13,10 @@ use std::sync::Arc;
 use crate::fabrics::{
     ANY_CONTROLLER, CONNECT_BYTES, ConnectCommand, ConnectData, DISCOVERY_NQN, InvalidParameter, Nqn, fabrics_status,
 };
-use crate::{ConnectedQueue, Controller, ControllerOptions, DiscoveryLog, FabricsOptions, NamespaceTable, NvmeStatus};
+use crate::{
+    ConnectedQueue, Controller, ControllerInstance, ControllerOptions, DiscoveryLog, FabricsOptions, NamespaceTable,
+    NvmeStatus,
+};
 
 /// Offsets of fields of a Connect command.
 const QID_AT: u16 = 42;
@@ -39,6 +42,9 @@ pub struct SubsystemOptions {
     pub admin_entries: u16,
     /// The discovery log.
     pub discovery: DiscoveryLog,
+    /// A random number, for controllers that can have each other reset (cross-controller reset): other ports and
+    /// earlier subsystems have another one. Unset for controllers that cannot.
+    pub instance_seed: Option<u64>,
 }
 
 /// The association of a host.
@@ -55,6 +61,11 @@ impl FabricsAssociation {
     /// The host.
     pub fn host(&self) -> &Nqn {
         &self.host
+    }
+
+    /// Identifier of the host.
+    pub fn host_id(&self) -> [u8; 16] {
+        self.host_id
     }
 
     /// Whether the controller is one of the discovery service.
@@ -114,6 +125,8 @@ pub struct FabricsSubsystem {
     associations: BTreeMap<u16, FabricsAssociation>,
     /// Distance of the next controller identifier from the first one.
     next: u16,
+    /// Number of controllers so far.
+    instances: u64,
 }
 
 impl FabricsSubsystem {
@@ -128,7 +141,7 @@ impl FabricsSubsystem {
         assert!((1..=FabricsSubsystem::CONTROLLER_IDS).contains(&options.controllers_max), "{options:?}");
         let Some(discovery) = Nqn::new(DISCOVERY_NQN) else { unreachable!("it is a name") };
         let log = Arc::new(options.discovery.clone());
-        FabricsSubsystem { options, discovery, log, namespaces, associations: BTreeMap::new(), next: 0 }
+        FabricsSubsystem { options, discovery, log, namespaces, associations: BTreeMap::new(), next: 0, instances: 0 }
     }
 
     /// Its options.
@@ -241,7 +254,15 @@ impl FabricsSubsystem {
         Ok(Connected::Admin(id))
     }
 
-    fn new_controller(&self, id: u16, is_discovery: bool, keep_alive_ms: u32, now_ns: u64) -> io::Result<Controller> {
+    fn new_controller(
+        &mut self,
+        id: u16,
+        is_discovery: bool,
+        keep_alive_ms: u32,
+        now_ns: u64,
+    ) -> io::Result<Controller> {
+        self.instances += 1;
+        let instance = self.options.instance_seed.map(|seed| instance(id, seed, self.instances));
         let options = self.options.controller.clone();
         let in_capsule = options.fabrics.as_ref().map_or(0, |fabrics| fabrics.in_capsule);
         let discovery = is_discovery.then(|| Arc::clone(&self.log));
@@ -249,7 +270,7 @@ impl FabricsSubsystem {
         let options = ControllerOptions {
             controller_id: id,
             subsystem: subsystem.as_str().to_owned(),
-            fabrics: Some(FabricsOptions { in_capsule, discovery }),
+            fabrics: Some(FabricsOptions { in_capsule, discovery, instance }),
             ..options
         };
         let namespaces = if is_discovery { NamespaceTable::new(1) } else { self.namespaces.clone() };
@@ -271,4 +292,15 @@ impl FabricsSubsystem {
         }
         Ok(Connected::Io(id, association.controller.connect_queue(qid)?))
     }
+}
+
+/// The life of the controller that is the `number`th of its subsystem: a bijection of that number for each seed (the
+/// finalizer of SplitMix64), so that no two are the same.
+fn instance(id: u16, seed: u64, number: u64) -> ControllerInstance {
+    let mut random = seed.wrapping_add(number.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    random = (random ^ (random >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    random = (random ^ (random >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    random ^= random >> 31;
+    // Zero is none, for both.
+    ControllerInstance { id, uniquifier: (number % 255) as u8 + 1, random: random.max(1) }
 }

@@ -110,13 +110,16 @@ fn commands_of_the_user_reach_a_controller_over_tcp() {
     let json = |words: &[&str]| -> serde_json::Value {
         serde_json::from_slice(&bytes(&[words, &["-o", "json"]].concat())).unwrap()
     };
-    // The same as by a host of PDUs, but for the identifier of the controller.
+    // The same as by a host of PDUs, but for the identifier of the controller, and the numbers of its instance.
     let mut host = TcpHost::connect(address, NQN, HOST, None, 1);
     let mut known = host.admin.succeed(Sqe::identify(cns::CONTROLLER, 0, 0, 0), &[], 4096);
     drop(host);
     let passthru = ["admin-passthru", "-O", "6", "-r", "-l", "4096", "--cdw10=1", "-b"];
     let [mut found, mut passed] = [&["id-ctrl", "-b"][..], &passthru].map(&bytes);
-    [&mut known, &mut found, &mut passed].into_iter().for_each(|data| data[78..80].fill(0));
+    for data in [&mut known, &mut found, &mut passed] {
+        data[78..80].fill(0);
+        data[135..144].fill(0);
+    }
     assert!(found == known && passed == known && known[4..6] == *b"S7");
     let controller = json(&["id-ctrl"]);
     assert_eq!((controller["sn"].as_str().unwrap().trim_end(), &controller["subnqn"]), ("S7", &NQN.into()));

@@ -6,13 +6,14 @@
 //!
 //! Left out: reservations, authentication, TLS, in-band changes of namespaces, handover to another process.
 
-mod addresses;
 mod ana;
 mod connection;
+mod directory;
 mod queue;
 mod session;
 mod socket;
 
+use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
@@ -28,8 +29,8 @@ use blkyard_nvme::{
 use crate::NvmeDisk;
 use crate::core::{self, ControlLoop, ExportedDisk};
 
-pub use addresses::PortAddresses;
 pub use ana::NvmeTcpAna;
+pub use directory::PortDirectory;
 pub use queue::{NvmeTcpQueueSession, NvmeTcpQueueSetup};
 pub use session::{NvmeTcpError, NvmeTcpSession, NvmeTcpView};
 
@@ -65,7 +66,7 @@ pub struct NvmeTcpDisk {
     pub(crate) hosts: Option<Vec<Nqn>>,
     pub(crate) referrals: Vec<SocketAddr>,
     /// All ports of the subsystem.
-    pub(crate) ports: Arc<PortAddresses>,
+    pub(crate) ports: Arc<PortDirectory>,
     /// ANA groups at this port; unset without ANA.
     pub(crate) ana: Option<Arc<NvmeTcpAna>>,
     /// The first of its controller identifiers.
@@ -126,9 +127,10 @@ impl NvmeTcpDisk {
         NvmeTcpDisk { referrals, ..self }
     }
 
-    /// The same, with the other ports of the subsystem in its discovery log.
+    /// The same, with the other ports of the subsystem: they are in its discovery log, and a controller of one port can
+    /// have one of another port reset.
     #[must_use]
-    pub fn with_ports(self, ports: Arc<PortAddresses>) -> NvmeTcpDisk {
+    pub fn with_ports(self, ports: Arc<PortDirectory>) -> NvmeTcpDisk {
         NvmeTcpDisk { ports, ..self }
     }
 
@@ -267,7 +269,7 @@ fn subsystem_options(disk: &NvmeTcpDisk) -> SubsystemOptions {
         vectors: 1,
         transfer_bytes: TRANSFER_BYTES,
         has_shadow: false,
-        fabrics: Some(FabricsOptions { in_capsule: IN_CAPSULE_BYTES, discovery: None }),
+        fabrics: Some(FabricsOptions { in_capsule: IN_CAPSULE_BYTES, ..FabricsOptions::default() }),
         ..ControllerOptions::default()
     };
     SubsystemOptions {
@@ -277,5 +279,7 @@ fn subsystem_options(disk: &NvmeTcpDisk) -> SubsystemOptions {
         controllers_max: CONTROLLERS_MAX,
         admin_entries: ADMIN_ENTRIES,
         discovery: DiscoveryLog::new(1, &[]),
+        // The standard library draws its keys from the system.
+        instance_seed: Some(RandomState::new().hash_one(disk.first_controller)),
     }
 }

@@ -11,6 +11,7 @@
 mod associations;
 mod connections;
 mod queues;
+mod resets;
 
 use std::collections::BTreeMap;
 use std::io;
@@ -24,7 +25,9 @@ use blkyard_nvme::tcp::TcpIoQueue;
 use blkyard_nvme::{AnaGroup, FabricsSubsystem};
 use blkyard_sys::{Epoll, EventFlags, Registered};
 
+use self::resets::PortResets;
 use super::connection::TargetConnection;
+use super::directory::PortMailbox;
 use super::queue::{EndedQueues, NvmeTcpQueueSession, TcpQueueSlot};
 use super::{ENTRIES_MAX, NvmeTcpAna, NvmeTcpDisk, NvmeTcpExport, queue_options, subsystem_options};
 use crate::core::{
@@ -42,10 +45,12 @@ const ACCEPTS_MAX: usize = 64;
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// Interval of looks at queues that drain or flush.
 const DRAIN_POLL: Duration = Duration::from_millis(2);
-/// Tokens of the listening socket, the notes of queues, and changes of ANA states. Connections have the next ones.
+/// Tokens of the listening socket, the notes of queues, changes of ANA states, and messages of other ports. Connections
+/// have the next ones.
 const LISTENER: u64 = 0;
 const QUEUES: u64 = 1;
 const ANA: u64 = 2;
+const MAIL: u64 = 3;
 
 /// Why an NVMe/TCP export ends.
 #[derive(Debug, thiserror::Error)]
@@ -116,6 +121,10 @@ pub struct NvmeTcpSession {
     queues: Vec<Option<ServedConnection>>,
     /// Controllers whose association has ended, while their queues drain.
     ending: Vec<u16>,
+    /// Those of them of which a device may still execute a command: it has given that back without an answer.
+    uncertain: Vec<u16>,
+    mailbox: Registered<Arc<PortMailbox>>,
+    resets: PortResets,
     flushes: Vec<RunningFlush>,
     ended: Registered<Arc<EndedQueues>>,
     /// Kept registered.
@@ -144,6 +153,10 @@ impl NvmeTcpSession {
         let listener = set.register(listener, LISTENER, EventFlags::IN)?;
         let queues = config.queues.len();
         let ended = set.register(Arc::new(EndedQueues::new(queues)?), QUEUES, EventFlags::IN)?;
+        let first = config.disk.first_controller;
+        let mailbox = Arc::new(PortMailbox::new(first..first + NvmeTcpDisk::CONTROLLER_IDS)?);
+        config.disk.ports.add_mailbox(&mailbox);
+        let mailbox = set.register(mailbox, MAIL, EventFlags::IN)?;
         let ana = config.disk.ana.as_ref().map(|ana| set.register(Arc::clone(ana), ANA, EventFlags::IN));
         // Devices in other processes map it, too. Pages that no command has used take no memory.
         let queue_bytes = TcpIoQueue::memory_bytes(&queue_options(ENTRIES_MAX, true));
@@ -160,8 +173,11 @@ impl NvmeTcpSession {
             address,
             subsystem,
             connections: BTreeMap::new(),
-            next: ANA + 1,
+            next: MAIL + 1,
             ending: Vec::new(),
+            uncertain: Vec::new(),
+            mailbox,
+            resets: PortResets::default(),
             flushes: Vec::new(),
             ended,
             _ana: ana.transpose()?,
@@ -192,6 +208,7 @@ impl NvmeTcpSession {
                 }
                 // The associations are looked at below.
                 ANA => self.tell_ana(),
+                MAIL => self.read_mail(now)?,
                 token => self.serve(token, now)?,
             }
         }
@@ -320,6 +337,7 @@ impl FrontEndSession for NvmeTcpSession {
         }
         self.connections.clear();
         self.queues.clear();
+        self.mailbox.get().close();
         self.config.queues.iter().for_each(super::NvmeTcpQueueRemote::close);
         if let SessionEnd::Over(error) = end {
             self.log.warn(format_args!("the export ends: {error}"));

@@ -13,9 +13,12 @@ use super::io::{ControllerIoQueue, ControllerQueueCommand, IoShared, NewSubmissi
 use super::logs::ErrorEntry;
 use super::rings::{CompletionRing, SubmissionRing};
 use super::{Controller, ControllerRequest, IoCompletionQueue, IoSubmissionQueue};
+use crate::cross_reset::{CROSS_RESET_NOTICES, REMOVE_COMPLETED};
 use crate::doorbell::ShadowDoorbells;
 use crate::registers::ControllerConfig;
-use crate::{ANA_LOG, IDENTIFY_BYTES, IdentifyNamespace, NvmeStatus, PAGE, Sqe, admin, cns};
+use crate::{
+    ANA_LOG, CROSS_RESET_LOG, ControllerInstance, IDENTIFY_BYTES, IdentifyNamespace, NvmeStatus, PAGE, Sqe, admin, cns,
+};
 
 /// Entry sizes required in CC before queues are created, as powers of two.
 const ENTRY_SHIFTS: (u8, u8) = (6, 4);
@@ -44,11 +47,13 @@ pub(super) enum PendingAdmin {
     Doorbells(usize),
     /// Flush of the volatile write cache, by this number.
     Flush(u64),
+    /// Reset of another controller.
+    CrossReset(ControllerInstance),
 }
 
-type AdminResult = Result<AdminOutcome, NvmeStatus>;
+pub(super) type AdminResult = Result<AdminOutcome, NvmeStatus>;
 
-fn refuse<T>(status: NvmeStatus) -> Result<T, NvmeStatus> {
+pub(super) fn refuse<T>(status: NvmeStatus) -> Result<T, NvmeStatus> {
     Err(status.with_dnr())
 }
 
@@ -100,6 +105,7 @@ impl Controller {
                 self.start_keep_alive();
                 Ok(AdminOutcome::Done(0))
             }
+            admin::CROSS_CONTROLLER_RESET => self.reset_other(sqe),
             admin::DOORBELL_BUFFER => self.doorbell_buffer(sqe),
             _ => refuse(NvmeStatus::INVALID_OPCODE),
         }
@@ -284,6 +290,7 @@ impl Controller {
         let page = match self.namespaces.ana().filter(|_| id == ANA_LOG) {
             // RGO: without the namespaces of the groups.
             Some(groups) => Some(groups.page(&self.namespaces, dword10 & 1 << 8 != 0)),
+            None if id == CROSS_RESET_LOG && self.options.instance().is_some() => Some(self.cross_reset_page()),
             None => self.logs.page(id, queues, &self.namespaces, &self.options),
         };
         let Some(page) = page else { return refuse(NvmeStatus::INVALID_LOG_PAGE) };
@@ -304,6 +311,9 @@ impl Controller {
         if !retains {
             self.logs.was_read(id);
             self.events.was_read(id);
+        }
+        if id == CROSS_RESET_LOG && (dword10 >> 8) as u8 & REMOVE_COMPLETED != 0 {
+            self.remove_completed_resets();
         }
         Ok(done)
     }
@@ -353,7 +363,9 @@ impl Controller {
         FeatureContext {
             has_cache: self.namespaces.iter().any(|namespace| namespace.has_cache),
             identifiers: self.namespaces.identifiers(),
-            async_events: CONFIGURABLE | self.namespaces.ana().map_or(0, |_| ANA_NOTICES),
+            async_events: CONFIGURABLE
+                | self.namespaces.ana().map_or(0, |_| ANA_NOTICES)
+                | self.options.instance().map_or(0, |_| CROSS_RESET_NOTICES),
             now_ns: self.now_ns,
         }
     }

@@ -5,9 +5,11 @@ use std::sync::Arc;
 use super::NamespaceTable;
 use super::events::{ANA_NOTICES, REQUESTS_MAX};
 use super::logs::ERRORS_MAX;
+use crate::cross_reset::CROSS_RESET_NOTICES;
 use crate::registers::{self, Capabilities};
 use crate::{
-    AnaGroups, DiscoveryLog, IDENTIFY_BYTES, IdentifyController, NvmeStatus, PAGE, SQE_BYTES, Sqe, admin, cns,
+    AnaGroups, ControllerInstance, DiscoveryLog, IDENTIFY_BYTES, IdentifyController, NvmeStatus, PAGE, SQE_BYTES, Sqe,
+    admin, cns,
 };
 
 /// Version 2.0.
@@ -20,13 +22,18 @@ const CRITICAL_KELVIN: u16 = 353;
 /// Granularity of the keep-alive timer, 100 ms: a second.
 const KEEP_ALIVE_UNITS: u16 = 10;
 
+/// Maximum concurrent resets of other controllers: paths of one host that are lost at the same time.
+pub(crate) const CROSS_RESETS_MAX: usize = 4;
+/// Time for commands of a lost association to end, ms: what a device takes that works.
+const QUIESCE_MS: u16 = 5000;
+
 /// ONCS: Dataset Management.
 pub(crate) const ONCS_DSM: u16 = 1 << 2;
 /// ONCS: Write Zeroes.
 pub(crate) const ONCS_WRITE_ZEROES: u16 = 1 << 3;
 
-/// All admin commands, of which Doorbell Buffer Config is optional.
-const ADMIN_COMMANDS: [u8; 12] = [
+/// All admin commands, of which Doorbell Buffer Config and Cross-Controller Reset are optional.
+const ADMIN_COMMANDS: [u8; 13] = [
     admin::DELETE_SQ,
     admin::CREATE_SQ,
     admin::GET_LOG_PAGE,
@@ -38,6 +45,7 @@ const ADMIN_COMMANDS: [u8; 12] = [
     admin::GET_FEATURES,
     admin::ASYNC_EVENT,
     admin::KEEP_ALIVE,
+    admin::CROSS_CONTROLLER_RESET,
     admin::DOORBELL_BUFFER,
 ];
 
@@ -81,6 +89,9 @@ pub struct FabricsOptions {
     pub in_capsule: u32,
     /// The log of a discovery controller; unset for an I/O controller.
     pub discovery: Option<Arc<DiscoveryLog>>,
+    /// Its life, for an I/O controller that other ones of its subsystem can have reset, as it can them; otherwise
+    /// unset.
+    pub instance: Option<ControllerInstance>,
 }
 
 impl Default for ControllerOptions {
@@ -142,10 +153,12 @@ impl ControllerOptions {
     /// Opcodes of the supported admin commands, without fabrics commands.
     pub(crate) fn admin_opcodes(&self) -> impl Iterator<Item = u8> {
         let (has_rings, has_shadow, is_discovery) = (self.fabrics.is_none(), self.has_shadow, self.is_discovery());
+        let has_instance = self.instance().is_some();
         ADMIN_COMMANDS.into_iter().filter(move |opcode| match *opcode {
             admin::CREATE_CQ | admin::CREATE_SQ | admin::DELETE_CQ | admin::DELETE_SQ => has_rings,
             admin::DOORBELL_BUFFER => has_rings && has_shadow,
             admin::ABORT => !is_discovery,
+            admin::CROSS_CONTROLLER_RESET => has_instance,
             _ => true,
         })
     }
@@ -158,6 +171,11 @@ impl ControllerOptions {
     /// The log of a discovery controller.
     pub(crate) fn discovery(&self) -> Option<&Arc<DiscoveryLog>> {
         self.fabrics.as_ref()?.discovery.as_ref()
+    }
+
+    /// Its life, if it takes part in cross-controller resets.
+    pub(crate) fn instance(&self) -> Option<ControllerInstance> {
+        self.fabrics.as_ref().filter(|fabrics| fabrics.discovery.is_none())?.instance
     }
 
     /// CAP.
@@ -225,13 +243,20 @@ impl ControllerOptions {
 
     /// The same, as a controller over fabrics is.
     fn identify_fabrics(&self, data: IdentifyController) -> IdentifyController {
-        let Some(FabricsOptions { in_capsule, discovery }) = &self.fabrics else { return data };
+        let Some(FabricsOptions { in_capsule, discovery, .. }) = &self.fabrics else { return data };
         let is_discovery = discovery.is_some();
+        let resets = |instance: ControllerInstance| (instance.uniquifier, instance.random, CROSS_RESETS_MAX as u8);
+        let (uniquifier, random, cross_resets) = self.instance().map_or((0, 0, 0), resets);
+        let notices = if cross_resets > 0 { CROSS_RESET_NOTICES } else { 0 };
         IdentifyController {
+            uniquifier,
+            random,
+            cross_resets,
+            quiesce_ms: QUIESCE_MS,
             // Several controllers.
             multipath: data.multipath | 2,
             // The log of a discovery controller does not change.
-            async_events: if is_discovery { 0 } else { data.async_events },
+            async_events: if is_discovery { 0 } else { data.async_events | notices },
             controller_type: if is_discovery { 2 } else { 1 },
             admin_commands: 0,
             commands_max: self.queue_entries,

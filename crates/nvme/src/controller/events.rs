@@ -5,7 +5,8 @@ use std::collections::VecDeque;
 use serde::{Deserialize, Serialize};
 
 use super::logs::lid;
-use crate::ANA_LOG;
+use crate::cross_reset::{CROSS_RESET_NOTICE, CROSS_RESET_NOTICES};
+use crate::{ANA_LOG, CROSS_RESET_LOG};
 
 /// Maximum Asynchronous Event Requests.
 pub(crate) const REQUESTS_MAX: usize = 4;
@@ -27,14 +28,17 @@ pub(crate) enum ControllerEvent {
     NamespacesChanged,
     /// A group of namespaces has another ANA state.
     AnaChanged,
+    /// The reset of another controller is complete.
+    CrossReset,
 }
 
 impl ControllerEvent {
-    const ALL: [ControllerEvent; 4] = [
+    const ALL: [ControllerEvent; 5] = [
         ControllerEvent::InvalidDoorbellRegister,
         ControllerEvent::InvalidDoorbellValue,
         ControllerEvent::NamespacesChanged,
         ControllerEvent::AnaChanged,
+        ControllerEvent::CrossReset,
     ];
 
     /// Type of the event (bits 0-2 of the result), its information (8-15), and the log page that clears it (16-23).
@@ -44,6 +48,7 @@ impl ControllerEvent {
             ControllerEvent::InvalidDoorbellValue => (0, 1, lid::ERROR),
             ControllerEvent::NamespacesChanged => (2, 0, lid::CHANGED_NAMESPACES),
             ControllerEvent::AnaChanged => (2, 3, ANA_LOG),
+            ControllerEvent::CrossReset => (2, CROSS_RESET_NOTICE, CROSS_RESET_LOG),
         }
     }
 
@@ -71,6 +76,7 @@ impl PendingEvents {
         let is_wanted = match event {
             ControllerEvent::NamespacesChanged => configuration & NAMESPACE_NOTICES != 0,
             ControllerEvent::AnaChanged => configuration & ANA_NOTICES != 0,
+            ControllerEvent::CrossReset => configuration & CROSS_RESET_NOTICES != 0,
             ControllerEvent::InvalidDoorbellRegister | ControllerEvent::InvalidDoorbellValue => true,
         };
         if is_wanted && !self.events.contains(&event) {

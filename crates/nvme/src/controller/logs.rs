@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::io::IoShared;
 use super::{ControllerOptions, NamespaceTable, capabilities};
-use crate::{ANA_LOG, DISCOVERY_LOG, NvmeStatus, admin, io};
+use crate::{ANA_LOG, CROSS_RESET_LOG, DISCOVERY_LOG, NvmeStatus, admin, io};
 
 /// Log page identifiers.
 pub(crate) mod lid {
@@ -21,7 +21,7 @@ pub(crate) mod lid {
     pub(crate) const FEATURE_EFFECTS: u8 = 0x12;
 }
 
-/// All log pages but that of ANA.
+/// All log pages but those of ANA and of cross-controller resets.
 const SUPPORTED: [u8; 7] = [
     lid::SUPPORTED,
     lid::ERROR,
@@ -160,14 +160,17 @@ impl ControllerLogs {
     ) -> Option<Vec<u8>> {
         if let Some(log) = options.discovery() {
             return match id {
-                lid::SUPPORTED => Some(supported(&[lid::SUPPORTED, DISCOVERY_LOG])),
+                lid::SUPPORTED => Some(supported([lid::SUPPORTED, DISCOVERY_LOG])),
                 DISCOVERY_LOG => Some(log.bytes().to_vec()),
                 _ => None,
             };
         }
         Some(match id {
-            lid::SUPPORTED if namespaces.ana().is_some() => supported(&[&SUPPORTED[..], &[ANA_LOG]].concat()),
-            lid::SUPPORTED => supported(&SUPPORTED),
+            lid::SUPPORTED => {
+                let ana = namespaces.ana().map(|_| ANA_LOG);
+                let resets = options.instance().map(|_| CROSS_RESET_LOG);
+                supported(SUPPORTED.into_iter().chain(ana).chain(resets))
+            }
             lid::ERROR => self.errors.page(),
             lid::SMART => self.smart(queues),
             lid::FIRMWARE => {
@@ -227,10 +230,10 @@ impl ControllerLogs {
 }
 
 /// The page of supported log pages.
-fn supported(pages: &[u8]) -> Vec<u8> {
+fn supported(pages: impl IntoIterator<Item = u8>) -> Vec<u8> {
     let mut page = vec![0; 256 * 4];
     for id in pages {
-        page[usize::from(*id) * 4] = 1;
+        page[usize::from(id) * 4] = 1;
     }
     page
 }

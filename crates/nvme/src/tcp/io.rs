@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use blkyard_mem::{RegionTable, Segment};
-use blkyard_mq::{Bio, BioFlags, Op, Status};
+use blkyard_mq::{Bio, BioFlags, Op, Retry, Status};
 
 use super::{SendList, TcpEnd, TcpTargetEvent, TcpTargetQueue, TcpTransfer};
 use crate::controller::IoShared;
@@ -103,6 +103,8 @@ pub struct TcpIoQueue {
     pages: Vec<u32>,
     expansion: Option<(u16, TcpExpansion)>,
     bios_out: usize,
+    /// Whether a bio came back that its device may still execute.
+    is_uncertain: bool,
     is_stopped: bool,
     /// For checks of commands.
     scratch: Bio,
@@ -148,6 +150,7 @@ impl TcpIoQueue {
             pages: (0..pool_bytes / PAGE as u32).rev().collect(),
             expansion: None,
             bios_out: 0,
+            is_uncertain: false,
             is_stopped: false,
             scratch: Bio::default(),
         }
@@ -184,6 +187,11 @@ impl TcpIoQueue {
     /// Bios in flight.
     pub fn bios_out(&self) -> usize {
         self.bios_out
+    }
+
+    /// Whether a bio has come back without an answer of its device, which may still execute it.
+    pub fn is_uncertain(&self) -> bool {
+        self.is_uncertain
     }
 
     /// Reason for the end of the connection.
@@ -244,6 +252,8 @@ impl TcpIoQueue {
         assert!(command.bios > 0, "no bio of slot {slot} is out");
         command.bios -= 1;
         command.status = command.status.and(status);
+        // Its device may still execute it.
+        self.is_uncertain |= status.retry() == Retry::ElsewhereFenced;
         self.bios_out -= 1;
         if command.bios == 0 && !command.is_expanding {
             self.finish(slot);

@@ -10,6 +10,7 @@ mod controller_hostile;
 mod controller_io;
 mod controller_registers;
 mod controller_snapshot;
+mod cross_reset;
 mod data_pointers;
 mod fabrics;
 mod host;

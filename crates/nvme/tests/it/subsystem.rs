@@ -13,9 +13,9 @@ use blkyard_nvme::{
     IdentifyNamespace, NamespaceTable, NvmeStatus, Psdt, ServedNamespace, Sqe, SubsystemOptions, admin, cns, feature,
 };
 
-const FIRST_ID: u16 = 2001;
+pub const FIRST_ID: u16 = 2001;
 const SUBSYSTEM: &str = "nqn.2026-11.test:disk";
-const HOST: &str = "nqn.2026-11.test:host";
+pub const HOST: &str = "nqn.2026-11.test:host";
 const NS_PER_MS: u64 = 1_000_000;
 
 fn nqn(name: &str) -> Nqn {
@@ -37,13 +37,13 @@ fn entry() -> DiscoveryEntry {
     }
 }
 
-fn subsystem(hosts: Option<Vec<Nqn>>) -> FabricsSubsystem {
+pub fn subsystem(hosts: Option<Vec<Nqn>>) -> FabricsSubsystem {
     let controller = ControllerOptions {
         controller_id: FIRST_ID,
         io_queues: 4,
         queue_entries: 128,
         vectors: 1,
-        fabrics: Some(FabricsOptions { in_capsule: 8192, discovery: None }),
+        fabrics: Some(FabricsOptions { in_capsule: 8192, ..FabricsOptions::default() }),
         ..crate::machine::options()
     };
     let options = SubsystemOptions {
@@ -53,6 +53,7 @@ fn subsystem(hosts: Option<Vec<Nqn>>) -> FabricsSubsystem {
         controllers_max: 3,
         admin_entries: 32,
         discovery: DiscoveryLog::new(7, &[entry()]),
+        instance_seed: Some(7),
     };
     FabricsSubsystem::new(options, crate::machine::namespaces())
 }
@@ -68,18 +69,18 @@ fn data(subsystem: &str, host: &str, controller_id: u16) -> [u8; CONNECT_BYTES] 
     bytes
 }
 
-fn connect(target: &mut FabricsSubsystem, host: &str, id: u16) -> Result<Connected, ConnectRefusal> {
+pub fn connect(target: &mut FabricsSubsystem, host: &str, id: u16) -> Result<Connected, ConnectRefusal> {
     target.connect(&command(0, 31), &data(SUBSYSTEM, host, id), 0)
 }
 
-fn admin_id(connected: Result<Connected, ConnectRefusal>) -> u16 {
+pub fn admin_id(connected: Result<Connected, ConnectRefusal>) -> u16 {
     match connected {
         Ok(Connected::Admin(id)) => id,
         other => panic!("{other:?}"),
     }
 }
 
-fn enable(controller: &mut Controller) {
+pub fn enable(controller: &mut Controller) {
     let config =
         ControllerConfig { enabled: true, sq_entry_shift: 6, cq_entry_shift: 4, ..ControllerConfig::default() };
     controller.set_property(PropertySize::Four, CC as u32, config.bits().into()).unwrap();
@@ -87,13 +88,13 @@ fn enable(controller: &mut Controller) {
 }
 
 /// Executes an admin command with a buffer of `room` bytes that is complete at once.
-fn run(controller: &mut Controller, sqe: Sqe, room: usize) -> AdminCompletion {
+pub fn run(controller: &mut Controller, sqe: Sqe, room: usize) -> AdminCompletion {
     controller.submit(3, &sqe.with_data(Psdt::Sgl, [0, 0]), Vec::new(), room, 0);
     controller.take_completion().unwrap()
 }
 
 /// A subsystem with an enabled controller of an association.
-fn associated() -> (FabricsSubsystem, u16) {
+pub fn associated() -> (FabricsSubsystem, u16) {
     let mut target = subsystem(None);
     let id = admin_id(connect(&mut target, HOST, ANY_CONTROLLER));
     enable(&mut target.association(id).unwrap().controller);
@@ -353,7 +354,7 @@ fn controllers_report_ana_groups_and_their_changes() {
         run(controller, Sqe::identify(what, nsid, 0, 0), IDENTIFY_BYTES).data.try_into().unwrap()
     };
     let found = IdentifyController::parse(&identify(controller, cns::CONTROLLER, 0));
-    assert_eq!((found.multipath, found.async_events), (0b1011, 1 << 8 | 1 << 11));
+    assert_eq!((found.multipath, found.async_events), (0b1011, 1 << 8 | 1 << 11 | 1 << 20));
     assert_eq!((found.ana, found.ana_group_max, found.ana_groups), (0x5f, 128, 128));
     assert!(found.ana_transition_s > 0);
     let namespace = IdentifyNamespace::parse(&identify(controller, cns::NAMESPACE, 4));

@@ -29,6 +29,14 @@ impl NvmeTcpSession {
         Ok(())
     }
 
+    /// An association has ended, and its last command is back.
+    fn removed(&mut self, id: u16) {
+        let is_uncertain = self.uncertain.iter().position(|uncertain| *uncertain == id);
+        let is_uncertain = is_uncertain.map(|place| self.uncertain.swap_remove(place)).is_some();
+        self.finish_resets(id, is_uncertain);
+        self.subsystem.remove(id);
+    }
+
     /// Has a controller work, and passes on its answers and requests.
     pub(super) fn advance(&mut self, id: u16, now: Instant) -> Result<(), NvmeTcpError> {
         let now_ns = self.now_ns(now);
@@ -48,6 +56,7 @@ impl NvmeTcpSession {
         for request in requests {
             self.obey(id, request)?;
         }
+        self.pass_on_resets(id);
         if is_expired && !self.ending.contains(&id) {
             let host = self.subsystem.association(id).map(|association| association.host().to_string());
             let host = host.unwrap_or_default();
@@ -150,7 +159,7 @@ impl NvmeTcpSession {
                 self.ending.push(id);
                 continue;
             }
-            self.subsystem.remove(id);
+            self.removed(id);
             self.reconnect(now)?;
         }
         if is_draining || !self.flushes.is_empty() || !self.ending.is_empty() {

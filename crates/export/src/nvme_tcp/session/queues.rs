@@ -118,6 +118,9 @@ impl NvmeTcpSession {
         }
         self.queues[number] = None;
         if let Some(state) = slot.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            if state.queue.is_uncertain() && !self.uncertain.contains(&id) {
+                self.uncertain.push(id);
+            }
             let (socket, end) = state.into_socket();
             if let Some(TcpEnd::Violation(error)) = end {
                 self.log.warn(format_args!("I/O queue {qid} of controller {id} is disconnected: {error}"));

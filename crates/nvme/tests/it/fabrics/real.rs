@@ -95,7 +95,7 @@ impl RealTarget {
             queue_entries: 128,
             vectors: 1,
             transfer_bytes: 64 << 10,
-            fabrics: Some(FabricsOptions { in_capsule: 8192, discovery: None }),
+            fabrics: Some(FabricsOptions { in_capsule: 8192, ..FabricsOptions::default() }),
             ..ControllerOptions::default()
         };
         let entry = DiscoveryEntry {
@@ -117,6 +117,7 @@ impl RealTarget {
             controllers_max: 8,
             admin_entries: 32,
             discovery: DiscoveryLog::new(1, &[entry]),
+            instance_seed: Some(7),
         };
         let limits =
             QueueLimits { discard_sectors_max: 1 << 20, write_zeroes_sectors_max: 1 << 20, ..QueueLimits::default() };

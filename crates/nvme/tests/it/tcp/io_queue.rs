@@ -47,12 +47,20 @@ fn subsystem(namespaces: &[u32], groups: &Arc<AnaGroups>) -> FabricsSubsystem {
         queue_entries: 128,
         vectors: 1,
         transfer_bytes: 64 << 10,
-        fabrics: Some(FabricsOptions { in_capsule: 8192, discovery: None }),
+        fabrics: Some(FabricsOptions { in_capsule: 8192, ..FabricsOptions::default() }),
         ..ControllerOptions::default()
     };
     let nqn = Nqn::new(NAME).unwrap();
     let discovery = DiscoveryLog::new(1, &[]);
-    let options = SubsystemOptions { nqn, hosts: None, controller, controllers_max: 8, admin_entries: 32, discovery };
+    let options = SubsystemOptions {
+        nqn,
+        hosts: None,
+        controller,
+        controllers_max: 8,
+        admin_entries: 32,
+        discovery,
+        instance_seed: None,
+    };
     let limits =
         QueueLimits { discard_sectors_max: 1 << 20, write_zeroes_sectors_max: 1 << 20, ..QueueLimits::default() };
     let capacity_sectors = DISK_BYTES as u64 / 512;
