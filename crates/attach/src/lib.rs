@@ -43,7 +43,7 @@ pub use mailbox::DriverQueueView;
 pub use nvme::{HostParts, NamespaceConfig, NamespaceQueue, NamespaceView, NvmeTransport, RemoteNamespace};
 pub use nvme_tcp::{
     AcceptNamespace, LateNamespace, TcpAdminClient, TcpAdminResult, TcpNamespace, TcpNamespaceConfig,
-    TcpNamespaceQueue, TcpNamespaceView, read_discovery_log,
+    TcpNamespaceQueue, TcpNamespaceView, TcpPeer, read_discovery_log,
 };
 pub use protocol::RemoteOptions;
 pub use queue::RemoteQueue;

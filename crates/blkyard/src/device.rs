@@ -11,7 +11,7 @@ use std::ops::Deref;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use blkyard_attach::{Connector, LateNamespace};
+use blkyard_attach::{Connector, LateNamespace, TcpPeer};
 use blkyard_mem::DmaDomain;
 use blkyard_mpath::{MultipathSettings, PathCounters, PathMonitor, PathState};
 use blkyard_mq::{DeviceInfo, Driver, QueueKind, Region, SECTOR_SHIFT, TagSet};
@@ -154,6 +154,14 @@ pub trait DeviceOps: Debug + Send + Sync {
     fn loss(&self) -> Option<String> {
         None
     }
+
+    /// Its association, if other paths to the same device may help it.
+    fn peer(&self) -> Option<&Arc<TcpPeer>> {
+        None
+    }
+
+    /// Sets the associations of all paths to the device, of which it is one.
+    fn set_peers(&self, _peers: &[Arc<TcpPeer>]) {}
 
     /// The paths of a device over several; empty for another.
     fn paths(&self) -> Vec<DevicePath> {

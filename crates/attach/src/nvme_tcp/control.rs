@@ -23,18 +23,20 @@ use crate::nvme_tcp::TcpNamespaceConfig;
 use crate::nvme_tcp::admin::AdminConnection;
 use crate::nvme_tcp::disk::{AwaitedNamespace, TcpShared};
 use crate::nvme_tcp::mailbox::{OpenedTcpQueue, TcpCommand, TcpQueueMailbox};
+use crate::nvme_tcp::peer::PeerRequests;
 
 /// Time for an orderly end.
 const SHUT_DOWN_MAX: Duration = Duration::from_secs(5);
 
 #[derive(Debug)]
 pub(super) struct TcpControl {
-    config: TcpNamespaceConfig,
-    shared: Arc<TcpShared>,
+    pub(super) config: TcpNamespaceConfig,
+    pub(super) shared: Arc<TcpShared>,
     commands: Receiver<TcpCommand>,
     wake: Arc<EventFd>,
     began: Instant,
-    admin: AdminConnection,
+    pub(super) admin: AdminConnection,
+    pub(super) peers: PeerRequests,
     /// Mailboxes of the queues on their lanes, by identifier from one.
     queues: Vec<Option<Arc<TcpQueueMailbox>>>,
     /// As it was when the disk was opened; its size aside.
@@ -62,6 +64,7 @@ impl TcpControl {
             shared,
             commands,
             wake,
+            peers: PeerRequests::default(),
             queues: Vec::new(),
             namespace: None,
             awaited: None,
@@ -131,6 +134,7 @@ impl TcpControl {
         while self.step() {
             self.wait();
         }
+        self.shared.peer.close();
         self.shut_down();
     }
 
@@ -150,9 +154,11 @@ impl TcpControl {
             self.admin.host.note_traffic();
         }
         self.admin.receive(self.now_ns());
+        self.talk_to_peers(self.now_ns());
         loop {
             let now_ns = self.now_ns();
-            self.deadline_ns = self.admin.host.advance(now_ns);
+            let due_ns = self.admin.host.advance(now_ns);
+            self.deadline_ns = due_ns.into_iter().chain(self.peers_due_ns()).min();
             self.admin.send(now_ns);
             let Some(event) = self.admin.next_event(now_ns) else { break };
             self.handle(event, now_ns);
@@ -195,7 +201,7 @@ impl TcpControl {
         };
         let qid = index as u16 + 1;
         let segments_max = usize::from(namespace.info.limits.segments_max);
-        let options = self.admin.host.queue_options(qid, segments_max, self.shared.is_path.load(Relaxed));
+        let options = self.admin.host.queue_options(qid, segments_max, self.is_path());
         let system = |source| AttachError::System { disk: self.config.name.clone(), source };
         let queue = FabricsIoQueue::new(options, [namespace.namespace].into()).map_err(system)?;
         let mailbox = Arc::new(TcpQueueMailbox::new(kind).map_err(system)?);
@@ -221,6 +227,7 @@ impl TcpControl {
                 self.say(|name, held_back| {
                     tracing::warn!("{name}: {error}: I/O waits, and the connection is made again{held_back}");
                 });
+                self.path_lost(now_ns);
             }
             FabricsHostEvent::Retry(_) => {
                 self.has_failed = true;
@@ -239,7 +246,8 @@ impl TcpControl {
             }
             FabricsHostEvent::Over => self.is_over = true,
             FabricsHostEvent::AnaChanged => self.look_at_access(),
-            FabricsHostEvent::Fenced(association, evidence) => self.shared.monitor.fence(association as u32, evidence),
+            FabricsHostEvent::OtherReset(instance, is_reset) => self.peer_was_reset(instance, is_reset),
+            FabricsHostEvent::Fenced(association, evidence) => self.fenced(association, evidence, now_ns),
             FabricsHostEvent::DiscoveryChanged
             | FabricsHostEvent::Discovered(..)
             | FabricsHostEvent::Completed { .. }
@@ -247,6 +255,11 @@ impl TcpControl {
             | FabricsHostEvent::Open(_)
             | FabricsHostEvent::Close(_) => {}
         }
+    }
+
+    /// Whether it is one of several paths.
+    pub(super) fn is_path(&self) -> bool {
+        self.shared.is_path.load(Relaxed)
     }
 
     fn set_connection(&self, connection: ConnectionState) {

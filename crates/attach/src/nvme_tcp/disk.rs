@@ -17,6 +17,7 @@ use crate::AttachError;
 use crate::mailbox::ControlSender;
 use crate::nvme_tcp::control::TcpControl;
 use crate::nvme_tcp::mailbox::TcpCommand;
+use crate::nvme_tcp::peer::TcpPeer;
 use crate::nvme_tcp::{TcpNamespaceConfig, TcpNamespaceQueue};
 
 /// How long the control thread may take to open a queue. It never waits for the controller.
@@ -34,7 +35,7 @@ pub struct TcpNamespaceView {
 }
 
 /// State shared by the disk and its control thread.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct TcpShared {
     capacity_sectors: AtomicU64,
     view: Mutex<TcpNamespaceView>,
@@ -42,9 +43,23 @@ pub(super) struct TcpShared {
     pub(super) monitor: Arc<PathMonitor>,
     /// Whether it is such a path: path errors end a request at once.
     pub(super) is_path: AtomicBool,
+    /// The association, for the other paths to its device; and these.
+    pub(super) peer: Arc<TcpPeer>,
+    pub(super) peers: Mutex<Vec<Arc<TcpPeer>>>,
 }
 
 impl TcpShared {
+    fn new(config: &TcpNamespaceConfig, wake: &Arc<EventFd>) -> TcpShared {
+        TcpShared {
+            capacity_sectors: AtomicU64::new(0),
+            view: Mutex::default(),
+            monitor: Arc::default(),
+            is_path: AtomicBool::new(false),
+            peer: Arc::new(TcpPeer::new(config.host.subsystem.clone(), Arc::clone(wake))),
+            peers: Mutex::default(),
+        }
+    }
+
     /// Records a change.
     pub(super) fn note(&self, change: impl FnOnce(&mut TcpNamespaceView)) {
         change(&mut self.view.lock().unwrap_or_else(PoisonError::into_inner));
@@ -117,7 +132,8 @@ impl TcpNamespace {
     pub fn open(config: TcpNamespaceConfig) -> Result<TcpNamespace, AttachError> {
         let failed = |source| AttachError::System { disk: config.name.clone(), source };
         let wake = Arc::new(EventFd::new().map_err(failed)?);
-        let (shared, (sender, receiver)) = (Arc::new(TcpShared::default()), channel());
+        let shared = Arc::new(TcpShared::new(&config, &wake));
+        let (sender, receiver) = channel();
         let mut control = TcpControl::new(config.clone(), Arc::clone(&shared), receiver, Arc::clone(&wake));
         control.open()?;
         let (Some(found), Some(counts)) = (control.namespace().cloned(), control.counts()) else {
@@ -148,7 +164,8 @@ impl TcpNamespace {
     ) -> Result<TcpNamespace, AttachError> {
         let failed = |source| AttachError::System { disk: config.name.clone(), source };
         let wake = Arc::new(EventFd::new().map_err(failed)?);
-        let (shared, (sender, receiver)) = (Arc::new(TcpShared::default()), channel());
+        let shared = Arc::new(TcpShared::new(&config, &wake));
+        let (sender, receiver) = channel();
         shared.monitor.change(|state| state.connection = ConnectionState::Connecting);
         shared.note(|view| view.last_loss = Some(late.why.clone()));
         let (counts, depth) = (beside.counts, late.depth);
@@ -191,6 +208,19 @@ impl TcpNamespace {
     pub fn as_path(&self) -> Arc<PathMonitor> {
         self.shared.is_path.store(true, Relaxed);
         Arc::clone(&self.shared.monitor)
+    }
+
+    /// Its association, for other paths to the same device.
+    pub fn peer(&self) -> &Arc<TcpPeer> {
+        &self.shared.peer
+    }
+
+    /// Sets the associations that are other paths to the same device. Those with the same subsystem are asked to have
+    /// the controller reset when the association is lost.
+    pub fn set_peers(&self, peers: &[Arc<TcpPeer>]) {
+        let own = &self.shared.peer;
+        let others = peers.iter().filter(|peer| !Arc::ptr_eq(peer, own) && peer.is_of(&self.config.host.subsystem));
+        *self.shared.peers.lock().unwrap_or_else(PoisonError::into_inner) = others.cloned().collect();
     }
 
     /// Its size now, sectors: the controller may tell of another one at any time. Zero before the first connection.

@@ -20,6 +20,7 @@ mod control;
 mod discover;
 mod disk;
 mod mailbox;
+mod peer;
 mod queue;
 
 use std::sync::Arc;
@@ -30,6 +31,7 @@ use blkyard_sys::TimeSource;
 pub use client::{TcpAdminClient, TcpAdminResult};
 pub use discover::read_discovery_log;
 pub use disk::{AcceptNamespace, LateNamespace, TcpNamespace, TcpNamespaceView};
+pub use peer::TcpPeer;
 pub use queue::TcpNamespaceQueue;
 
 /// How a namespace is attached over TCP.

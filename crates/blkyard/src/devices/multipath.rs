@@ -175,6 +175,8 @@ impl MultipathDevice {
         let paths: Vec<_> = opened.into_iter().map(|(_, path)| path).collect();
         info.name = spec.address();
         let monitors = paths.iter().map(|path| path.as_path()).collect();
+        let peers: Vec<_> = paths.iter().filter_map(|path| path.peer().cloned()).collect();
+        paths.iter().for_each(|path| path.set_peers(&peers));
         let queues = QueueStats { open: Vec::new(), closed: vec![PathCounters::default(); paths.len()] };
         Ok(MultipathDevice {
             info,

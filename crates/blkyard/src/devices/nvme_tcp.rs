@@ -6,7 +6,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use blkyard_attach::{TcpNamespace, TcpNamespaceConfig};
+use blkyard_attach::{TcpNamespace, TcpNamespaceConfig, TcpPeer};
 use blkyard_mpath::PathMonitor;
 use blkyard_mq::{DeviceInfo, QueueKind, SECTOR_SHIFT};
 use blkyard_nvme::fabrics::Nqn;
@@ -191,6 +191,14 @@ impl DeviceOps for TcpDevice {
     fn loss(&self) -> Option<String> {
         let view = self.namespace.view();
         view.last_loss.filter(|_| !view.is_connected)
+    }
+
+    fn peer(&self) -> Option<&Arc<TcpPeer>> {
+        Some(self.namespace.peer())
+    }
+
+    fn set_peers(&self, peers: &[Arc<TcpPeer>]) {
+        self.namespace.set_peers(peers);
     }
 
     fn counters(&self) -> BTreeMap<String, u64> {

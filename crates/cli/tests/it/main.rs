@@ -8,6 +8,7 @@ mod attached;
 mod back_end;
 #[path = "../common/mod.rs"]
 mod common;
+mod cross_reset;
 mod ending;
 mod figures;
 mod foreign_descriptors;

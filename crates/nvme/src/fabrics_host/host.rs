@@ -15,8 +15,8 @@
 //! Failure rules: a lost or late command of a live association begins error recovery. Its streams are closed; each
 //! queue gives its requests back when its own stream is proven closed. They wait for the next association, or fail
 //! after `fast_io_fail_ns`. A queue with unanswered writes is started again only when the lost association is fenced:
-//! the target has accepted a Connect for the same controller identifier, or keep-alive timeout and quiesce time have
-//! passed since the last stream was closed.
+//! the target has accepted a Connect for the same controller identifier, another controller of the subsystem has reset
+//! the lost one, or keep-alive timeout and quiesce time have passed since the last stream was closed.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -25,11 +25,13 @@ use blkyard_mem::RegionTable;
 use blkyard_mq::{FenceEvidence, QueueCounts};
 
 use super::admin::{FabricsAdmin, FabricsAdminEvent, FabricsCompleted, FabricsData};
+use super::cross_reset::RunningCrossResets;
 use super::error::FabricsHostError;
 use super::io_queue::{FabricsIoQueueOptions, FabricsQueueCommand};
 use super::recovery::FabricsQueueUse;
 use super::setup::FabricsStep;
 use crate::ana::{ANA_LOG, AnaLog, AnaState};
+use crate::cross_reset::{CROSS_RESET_NOTICE, ControllerInstance};
 use crate::discovery::{DiscoveredLog, DiscoveryEntry};
 use crate::fabrics::{DISCOVERY_NQN, Nqn};
 use crate::host::scan::{Scan, ScanStep};
@@ -37,7 +39,7 @@ use crate::host::watch::KeepAlive;
 use crate::host::{ControllerState, NvmLimits, QueueDemand, ScannedNamespace};
 use crate::registers::Capabilities;
 use crate::tcp::{SendList, TcpEnd};
-use crate::{IDENTIFY_BYTES, IdentifyController, NvmeStatus, Sqe, admin};
+use crate::{CROSS_RESET_LOG, IDENTIFY_BYTES, IdentifyController, NvmeStatus, Sqe, admin};
 
 /// Deadline of an admin command, ns: 60 s, as in Linux.
 pub(super) const ADMIN_NS: u64 = 60_000_000_000;
@@ -47,6 +49,7 @@ const EVENT_NOTICE: u64 = 2;
 const ERROR_PERSISTENT: u64 = 3;
 const NOTICE_NAMESPACES: u64 = 0;
 const NOTICE_ANA: u64 = 3;
+const NOTICE_CROSS_RESET: u64 = CROSS_RESET_NOTICE as u64;
 /// Dwords of a log page to read in order to clear an event.
 const LOG_DWORDS: u32 = 128;
 
@@ -139,12 +142,15 @@ pub enum FabricsHostEvent {
         /// Its data, if it succeeded and reads data.
         data: Option<Box<[u8; IDENTIFY_BYTES]>>,
     },
-    /// The association is lost; error recovery begins.
+    /// The association is lost; error recovery begins. If [`FabricsHost::wants_reset`], another association with the
+    /// subsystem can shorten it.
     Lost(FabricsHostError),
     /// The next attempt to connect, ns.
     Retry(u64),
     /// `fast_io_fail_ns` has passed: I/O fails until the association is live again.
     FastFail,
+    /// The reset of another controller has ended; true if that executes no command any more.
+    OtherReset(ControllerInstance, bool),
     /// The target executes no command of associations up to this one any more.
     Fenced(u64, FenceEvidence),
     /// The association is given up: all I/O fails.
@@ -161,6 +167,8 @@ pub(super) enum FabricsPurpose {
     KeepAlive,
     EventLog,
     Ana,
+    CrossReset(ControllerInstance),
+    CrossResetLog,
     /// The shutdown, and reads of its progress.
     Shutdown,
     User {
@@ -177,6 +185,8 @@ impl FabricsPurpose {
             FabricsPurpose::KeepAlive => "Keep Alive",
             FabricsPurpose::EventLog => "Get Log Page",
             FabricsPurpose::Ana => "Get Log Page (ANA)",
+            FabricsPurpose::CrossReset(_) => "Cross-Controller Reset",
+            FabricsPurpose::CrossResetLog => "Get Log Page (cross-controller reset)",
             FabricsPurpose::Shutdown => "Property Set (shutdown)",
             FabricsPurpose::User { .. } => "a command of the user",
         }
@@ -265,6 +275,12 @@ pub struct FabricsHost {
     pub(super) fenced_through: u64,
     /// The last association with I/O that is lost and not fenced, and when its last stream was closed.
     pub(super) lost: Option<(u64, Option<u64>)>,
+    /// Its controller, if another one can reset that, and nothing but that one is lost.
+    pub(super) lost_instance: Option<ControllerInstance>,
+    /// Quiesce time of its controller, ns.
+    pub(super) lost_quiesce_ns: u64,
+    /// Resets of other controllers.
+    pub(super) cross_resets: RunningCrossResets,
     /// Whether a lost association may still execute commands at another controller than the last one: that controller
     /// proves nothing of it.
     pub(super) is_lost_elsewhere: bool,
@@ -311,6 +327,9 @@ impl FabricsHost {
             loss: FabricsLoss::default(),
             fenced_through: 0,
             lost: None,
+            lost_instance: None,
+            lost_quiesce_ns: 0,
+            cross_resets: RunningCrossResets::default(),
             is_lost_elsewhere: false,
             has_started: false,
             log: None,
@@ -535,7 +554,8 @@ impl FabricsHost {
         };
         let admin_ns = self.admin.as_ref().and_then(FabricsAdmin::deadline_ns);
         let keep_alive_ns = self.keep_alive.as_ref().map(KeepAlive::due_ns).filter(|ns| *ns < u64::MAX);
-        let all_ns = [phase_ns, admin_ns, keep_alive_ns, self.ana_until_ns, self.loss_due_ns()];
+        let reset_ns = self.cross_resets.due_ns();
+        let all_ns = [phase_ns, admin_ns, keep_alive_ns, self.ana_until_ns, self.loss_due_ns(), reset_ns];
         all_ns.into_iter().flatten().min()
     }
 
@@ -590,6 +610,8 @@ impl FabricsHost {
             // Reading the log page has cleared the event: the next one may arrive.
             FabricsPurpose::EventLog => self.wants_event = true,
             FabricsPurpose::Ana => self.ana_read(status, now_ns),
+            FabricsPurpose::CrossReset(instance) => self.cross_reset_answered(instance, status, result, now_ns),
+            FabricsPurpose::CrossResetLog => self.cross_reset_log_read(slot, status, now_ns),
             FabricsPurpose::Shutdown => self.shutdown_completed(status, result, now_ns),
             FabricsPurpose::User { user, is_read } => {
                 let admin = self.admin.as_ref().filter(|_| is_read && status.is_success());
@@ -612,12 +634,13 @@ impl FabricsHost {
             (EVENT_ERROR, ERROR_PERSISTENT) => self.reset(now_ns),
             (EVENT_NOTICE, NOTICE_NAMESPACES) => self.wants_scan = true,
             (EVENT_NOTICE, NOTICE_ANA) => self.wants_ana = true,
+            (EVENT_NOTICE, NOTICE_CROSS_RESET) => self.cross_resets.wants_log = true,
             (EVENT_NOTICE, 0xf0) => self.events.push_back(FabricsHostEvent::DiscoveryChanged),
             _ => {}
         }
-        // An event stays masked until its log page was read; that of ANA is read in any case.
+        // An event stays masked until its log page was read; those with a use of their own are read in any case.
         match log {
-            0 | ANA_LOG => self.wants_event = true,
+            0 | ANA_LOG | CROSS_RESET_LOG => self.wants_event = true,
             lid => self.event_log = Some(lid),
         }
     }
@@ -637,6 +660,7 @@ impl FabricsHost {
         if self.wants_ana && self.read_ana(now_ns) {
             self.wants_ana = false;
         }
+        self.read_cross_reset_log(now_ns);
         if self.wants_scan && self.scan.is_none() {
             self.wants_scan = false;
             self.scan = Some(Scan::new(self.namespaces.clone()));

@@ -8,6 +8,7 @@
 //! keep-alive, the number of queues and retries. Not here: sockets, name resolution, authentication, TLS.
 
 mod admin;
+mod cross_reset;
 mod discovery;
 mod error;
 mod host;

@@ -223,8 +223,9 @@ impl FabricsHost {
         }
         (self.keep_alive, self.scan, self.ana_until_ns) = (None, None, None);
         (self.wants_event, self.wants_scan, self.wants_ana, self.event_log) = (false, false, false, None);
+        self.fail_cross_resets();
         if std::mem::take(&mut self.has_started) {
-            self.lost = Some((self.association, None));
+            self.note_lost();
         }
         self.admin.iter_mut().for_each(FabricsAdmin::abandon);
         if self.has_stream {
@@ -289,11 +290,12 @@ impl FabricsHost {
     }
 
     /// The target executes no command of associations up to this one any more.
-    fn fence(&mut self, association: u64, evidence: FenceEvidence) {
+    pub(super) fn fence(&mut self, association: u64, evidence: FenceEvidence) {
         if association > self.fenced_through {
             self.fenced_through = association;
             self.lost = self.lost.filter(|(lost, _)| *lost > association);
             self.is_lost_elsewhere &= self.lost.is_some();
+            self.lost_instance = None;
             self.events.push_back(FabricsHostEvent::Fenced(association, evidence));
             self.start_queues();
         }
@@ -302,8 +304,12 @@ impl FabricsHost {
     /// When a lost association is fenced by the time that has passed.
     fn fenced_ns(&self) -> Option<u64> {
         let (_, closed_ns) = self.lost?;
-        let keep_alive_ns = u64::from(self.config.keep_alive_ms) * 1_000_000;
-        Some(closed_ns?.saturating_add(keep_alive_ns).saturating_add(self.config.quiesce_ns))
+        Some(closed_ns?.saturating_add(self.silence_ns()))
+    }
+
+    /// Time after which a lost association executes no command any more, ns: keep-alive timeout and quiesce time.
+    pub fn silence_ns(&self) -> u64 {
+        (u64::from(self.config.keep_alive_ms) * 1_000_000).saturating_add(self.lost_quiesce_ns)
     }
 
     /// Handles the timers of a lost association.

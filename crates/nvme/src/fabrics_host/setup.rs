@@ -7,6 +7,7 @@ use super::admin::{ADMIN_ENTRIES, FabricsAdmin, FabricsData, LOG_BYTES_MAX};
 use super::error::FabricsHostError;
 use super::host::{ADMIN_NS, FabricsHost, FabricsHostEvent, FabricsPhase, FabricsPurpose};
 use crate::ana::{ANA_LOG, AnaLog};
+use crate::cross_reset::CROSS_RESET_NOTICES;
 use crate::discovery::{DISCOVERY_ENTRY_BYTES, DISCOVERY_LOG, DiscoveredLog, DiscoveryEntry, DiscoveryHeader};
 use crate::fabrics::{ANY_CONTROLLER, CONNECT_BYTES, ConnectCommand, ConnectData, FabricsCommand, PropertySize};
 use crate::host::enable::timeout_ns;
@@ -17,8 +18,8 @@ use crate::host::{ControllerState, NvmLimits};
 use crate::registers::{CAP, CC, CSTS, Capabilities, ControllerConfig, ControllerStatus, SHUTDOWN_COMPLETE};
 use crate::{IdentifyController, NvmeStatus, SQE_BYTES, Sqe, admin, cns, feature};
 
-/// Notices to enable if supported: namespaces, ANA, the discovery log.
-const NOTICES: u32 = 1 << 8 | 1 << 11 | 1 << 31;
+/// Notices to enable if supported: namespaces, ANA, cross-controller resets, the discovery log.
+const NOTICES: u32 = 1 << 8 | 1 << 11 | CROSS_RESET_NOTICES | 1 << 31;
 /// Interval of reads of CSTS, ns.
 const STATUS_NS: u64 = 10_000_000;
 /// Time for a shutdown if the controller names none (RTD3E), ns; and the longest.

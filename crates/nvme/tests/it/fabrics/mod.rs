@@ -2,6 +2,7 @@
 
 mod alloc;
 mod bring_up;
+mod cross_reset;
 mod failure;
 mod real;
 mod rig;

@@ -10,8 +10,8 @@ use blkyard_nvme::fabrics::{
 use blkyard_nvme::registers::{CAP, CC, CSTS, Capabilities, ControllerConfig, ControllerStatus};
 use blkyard_nvme::tcp::{SendList, SendPiece, TcpEnd, TcpTargetEvent, TcpTargetOptions, TcpTargetQueue, TcpTransfer};
 use blkyard_nvme::{
-    ANA_LOG, DISCOVERY_LOG, DiscoveryLog, IDENTIFY_BYTES, IdentifyController, IdentifyNamespace, LbaFormat, NvmeStatus,
-    Sqe, admin, cns, io,
+    ANA_LOG, CROSS_RESET_LOG, ControllerInstance, DISCOVERY_LOG, DiscoveryLog, IDENTIFY_BYTES, IdentifyController,
+    IdentifyNamespace, LbaFormat, NvmeStatus, Sqe, admin, cns, io,
 };
 
 use crate::fabrics::real::{RealQueue, RealTarget};
@@ -205,6 +205,8 @@ pub struct TargetController {
     pub last_ns: u64,
     pub keep_alive_ns: u64,
     pub shutdowns: u32,
+    /// Its life; zero for none.
+    pub life: u64,
 }
 
 /// How the target behaves.
@@ -225,6 +227,14 @@ pub struct TargetBehaviour {
     pub mdts: u8,
     /// Statuses of the next I/O commands, which are not executed.
     pub refuse_io: VecDeque<NvmeStatus>,
+    /// Whether controllers name their lives, and can have others reset.
+    pub has_lives: bool,
+    /// Declared quiesce time, ms.
+    pub quiesce_ms: u16,
+    /// Status and result of the next Cross-Controller Reset commands.
+    pub resets: VecDeque<(NvmeStatus, u64)>,
+    /// Log pages of resets that are read next.
+    pub reset_logs: VecDeque<Vec<u8>>,
 }
 
 impl Default for TargetBehaviour {
@@ -241,6 +251,10 @@ impl Default for TargetBehaviour {
             never_ready: false,
             mdts: 0,
             refuse_io: VecDeque::new(),
+            has_lives: false,
+            quiesce_ms: 0,
+            resets: VecDeque::new(),
+            reset_logs: VecDeque::new(),
         }
     }
 }
@@ -251,6 +265,7 @@ pub struct Target {
     pub connections: Vec<TargetConnection>,
     pub controllers: BTreeMap<u16, TargetController>,
     next_controller: u16,
+    lives: u64,
     pub behaviour: TargetBehaviour,
     pub disk: Vec<u8>,
     pub arrived: Vec<Arrived>,
@@ -298,6 +313,15 @@ impl Target {
                 self.end(number);
             }
         }
+    }
+
+    /// Another controller has this one reset; false if it is not there.
+    pub fn reset(&mut self, instance: ControllerInstance) -> bool {
+        let is_there = self.controllers.get(&instance.id).is_some_and(|controller| controller.life == instance.random);
+        if is_there {
+            self.end_controller(instance.id);
+        }
+        is_there
     }
 
     /// Ends the associations whose keep-alive timer has expired.
@@ -444,8 +468,10 @@ impl Target {
             return refused;
         };
         let keep_alive_ns = u64::from(command.keep_alive_ms) * 1_000_000;
-        self.controllers
-            .insert(id, TargetController { last_ns: self.now_ns, keep_alive_ns, ..TargetController::default() });
+        self.lives += 1;
+        let life = if self.behaviour.has_lives { self.lives } else { 0 };
+        let controller = TargetController { last_ns: self.now_ns, keep_alive_ns, life, ..TargetController::default() };
+        self.controllers.insert(id, controller);
         self.connections[number].controller = Some(id);
         (NvmeStatus::SUCCESS, u64::from(id) | u64::from(self.behaviour.authenticates) << 17)
     }
@@ -461,7 +487,14 @@ impl Target {
                 self.log.push(format!("identify {cns}"));
                 match cns {
                     cns::CONTROLLER => {
+                        let id = connection.controller.unwrap();
+                        let life = self.controllers[&id].life;
                         let identify = IdentifyController {
+                            controller_id: id,
+                            uniquifier: life as u8,
+                            random: life,
+                            cross_resets: if behaviour.has_lives { 4 } else { 0 },
+                            quiesce_ms: behaviour.quiesce_ms,
                             mdts: behaviour.mdts,
                             command_capsule: (64 + 4096) / 16,
                             namespaces: 8,
@@ -505,6 +538,11 @@ impl Target {
                 controller.into_iter().for_each(|controller| controller.keep_alives += 1);
                 connection.respond(slot, NvmeStatus::SUCCESS, 0);
             }
+            admin::CROSS_CONTROLLER_RESET => {
+                self.log.push(format!("reset {:x} {:x}", sqe.dword(10), sqe.dword(12)));
+                let (status, result) = self.behaviour.resets.pop_front().unwrap();
+                connection.respond(slot, status, result);
+            }
             admin::ASYNC_EVENT => connection.events.push_back(slot),
             admin::GET_LOG_PAGE => {
                 let (lid, offset) = (sqe.dword(10) as u8, u64::from(sqe.dword(12)));
@@ -512,6 +550,7 @@ impl Target {
                 let empty = vec![0; 4096];
                 let log = match (lid, &behaviour.discovery) {
                     (ANA_LOG, _) => behaviour.ana.clone().unwrap_or(empty),
+                    (CROSS_RESET_LOG, _) => self.behaviour.reset_logs.pop_front().unwrap_or(empty),
                     (DISCOVERY_LOG, Some(log)) => log.part(offset, bytes as usize).unwrap_or(&empty).to_vec(),
                     _ => empty,
                 };

@@ -4,7 +4,7 @@
 
 use blkyard_mq::{Op, Status};
 use blkyard_nvme::fabrics::fabrics_status;
-use blkyard_nvme::{ControllerState, FabricsHostEvent};
+use blkyard_nvme::{ControllerInstance, ControllerState, FabricsHostEvent};
 
 use crate::fabrics::rig::{MS, Rig, config};
 use crate::fabrics::target::{BLOCK, BLOCKS};
@@ -41,6 +41,7 @@ struct Seen {
     ghosts: u64,
     fenced_by_connect: u64,
     fenced_by_time: u64,
+    fenced_by_reset: u64,
     closed: u64,
 }
 
@@ -54,6 +55,8 @@ struct Walk {
     /// By block: whether a bio has not ended, and the queue it is at.
     busy: Vec<Option<u16>>,
     next: u8,
+    /// A controller that another one has reset, of which the host has not learned yet.
+    reset: Option<ControllerInstance>,
 }
 
 impl Walk {
@@ -65,6 +68,7 @@ impl Walk {
         let mut rig = Rig::new(config);
         rig.target.behaviour.is_static = chance.one_in(2);
         rig.target.behaviour.by_traffic = chance.one_in(2);
+        rig.target.behaviour.has_lives = chance.one_in(2);
         rig.host.start(0);
         rig.run_until(|rig| rig.host.state() == ControllerState::Live);
         (1..=2).for_each(|qid| rig.open(qid));
@@ -77,6 +81,7 @@ impl Walk {
             pending: vec![None; BLOCKS as usize],
             busy: vec![None; BLOCKS as usize],
             next: 0,
+            reset: None,
         }
     }
 
@@ -111,6 +116,9 @@ impl Walk {
             _ => self.rig.now_ns += (1 + self.chance.below(30) as u64) * MS,
         }
         self.age_closed();
+        if self.chance.one_in(200) {
+            self.reset_by_another();
+        }
         if has_faults && self.chance.one_in(500) {
             self.fault();
         }
@@ -143,6 +151,16 @@ impl Walk {
             let at = self.chance.below(self.rig.closed.len());
             let number = self.rig.closed[at].0;
             self.rig.target.end(number);
+        }
+    }
+
+    /// A path that is not part of the walk has the controller of the lost association reset, and the host learns of it
+    /// late: by then it may be connected again, or the controller may be another one's.
+    fn reset_by_another(&mut self) {
+        if let Some(instance) = self.reset.take() {
+            self.rig.host.was_reset(instance);
+        } else if let Some(instance) = self.rig.host.wants_reset() {
+            self.reset = Some(instance).filter(|instance| self.rig.target.reset(*instance));
         }
     }
 
@@ -202,6 +220,9 @@ impl Walk {
                 FabricsHostEvent::Fenced(_, blkyard_mq::FenceEvidence::AssociationEnded) => {
                     self.seen.fenced_by_connect += 1;
                 }
+                FabricsHostEvent::Fenced(_, blkyard_mq::FenceEvidence::CrossControllerReset) => {
+                    self.seen.fenced_by_reset += 1;
+                }
                 FabricsHostEvent::Fenced(..) => self.seen.fenced_by_time += 1,
                 _ => {}
             }
@@ -252,11 +273,13 @@ fn no_acknowledged_write_is_lost_or_overwritten_by_an_earlier_one() {
         all.ghosts += seen.ghosts;
         all.fenced_by_connect += seen.fenced_by_connect;
         all.fenced_by_time += seen.fenced_by_time;
+        all.fenced_by_reset += seen.fenced_by_reset;
         all.closed += seen.closed;
     }
     println!("{all:?}");
     if asked.is_none() {
-        let met = [all.written, all.lost, all.ghosts, all.fenced_by_connect, all.fenced_by_time, all.closed];
+        let fenced = [all.fenced_by_connect, all.fenced_by_time, all.fenced_by_reset];
+        let met = [all.written, all.lost, all.ghosts, fenced[0], fenced[1], fenced[2], all.closed];
         assert!(met.into_iter().all(|count| count > 100), "walks do not meet everything: {all:?}");
     }
 }
