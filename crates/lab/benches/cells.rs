@@ -37,6 +37,8 @@ mod sched;
 mod servers;
 #[path = "cells/shared.rs"]
 mod shared;
+#[path = "cells/tcp.rs"]
+mod tcp;
 #[path = "cells/vfio_user.rs"]
 mod vfio_user;
 #[path = "cells/vhost.rs"]
@@ -80,6 +82,7 @@ fn main() {
     file::tmpfs_cells(plan, quick, &mut report);
     vhost::driver_cells(plan, &mut report);
     vfio_user::nvme_cells(plan, &mut report);
+    tcp::host_cells(plan, &mut report);
     clients::client_cells(quick, &mut report);
     waiting::waiting_cells(quick, &mut report);
     neighbour::neighbour_cells(quick, &mut report);

@@ -56,6 +56,12 @@ pub const TABLE: &[Beside] = beside! {
     "nvme-null-qd1", Limits(&["pair-qd1"]), "a command must cross to the other CPU and back";
     "nvme-null-qd32", Limits(&["pair-qd128"]), "the same in a stream";
     "nvme-null-qd128", Limits(&["pair-qd128"]), "as above";
+    "tcp-null-qd1", Limits(&["sockets-qd1"]), "the bytes must cross, by at least one call of each side each way";
+    "tcp-null-qd32", Limits(&["sockets-qd32"]), "the same in batches";
+    "tcp-null-qd128", Limits(&["sockets-qd128"]), "as above";
+    "tcp-ram-qd1", Limits(&["sockets-qd1", "copy-4k-dram"]), "and the data must be copied";
+    "tcp-ram-qd32", Limits(&["sockets-qd32", "copy-4k-dram-ahead"]), "as above";
+    "tcp-ram-qd128", Limits(&["sockets-qd128", "copy-4k-dram-ahead"]), "as above";
     "vfio-user-null-qd1", Limits(&["pair-qd1"]), "a command must cross to the other CPU and back";
     "vfio-user-null-qd32", Limits(&["pair-qd128"]), "the same in a stream";
     "vfio-user-null-qd128", Limits(&["pair-qd128"]), "as above";

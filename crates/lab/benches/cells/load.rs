@@ -48,7 +48,8 @@ pub struct Load<D: Driver<Cx>, C: FnMut() -> u64, Cx = ()> {
     clock: C,
     free: Vec<Box<Bio>>,
     places: RandomOffsets,
-    cx: Cx,
+    /// Its lane.
+    pub cx: Cx,
 }
 
 impl<D: Driver<()>, C: FnMut() -> u64> Load<D, C> {

@@ -5,6 +5,7 @@
 
 use std::fs::File;
 use std::io::Write;
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -87,6 +88,7 @@ impl CellFolder {
 /// A server that listens.
 pub struct ListeningServer {
     child: Child,
+    /// Unset over TCP.
     pub socket: PathBuf,
 }
 
@@ -122,7 +124,7 @@ impl ListeningServer {
                      addr.type=unix,addr.path={}",
                     socket.display()
                 ));
-                ListeningServer::run(command, socket)
+                ListeningServer::run(&mut command, &socket)
             }
         }
     }
@@ -141,7 +143,7 @@ impl ListeningServer {
             command.args(["--spin-us", &spin_us.to_string()]);
         }
         command.args(["--export", &format!("vhost-user-blk:{}?queues={queues}", socket.display())]);
-        ListeningServer::run(command, socket)
+        ListeningServer::run(&mut command, &socket)
     }
 
     /// Starts our daemon with an NVMe controller of so many I/O queues.
@@ -160,7 +162,25 @@ impl ListeningServer {
         command.arg(program()?).args(["serve", "--control", "none", "--device", &device]);
         command.args(["--spin-us", &SPIN_US.to_string()]);
         command.args(["--export", &format!("vfio-user:{}?queues={queues}", socket.display())]);
-        ListeningServer::run(command, socket)
+        ListeningServer::run(&mut command, &socket)
+    }
+
+    /// Starts our daemon with an NVMe subsystem of this name over TCP. Returns its address, too.
+    pub fn tcp(store: CellStore, nqn: &str, cpu: Option<u32>) -> Result<(ListeningServer, SocketAddr), String> {
+        let device = match store {
+            CellStore::Null => format!("null:{STORE_BYTES}"),
+            CellStore::Ram => format!("ram:{STORE_BYTES}"),
+            CellStore::Tmpfs => return Err("no such cell".into()),
+        };
+        // Free a moment ago.
+        let free = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).and_then(|listener| listener.local_addr());
+        let address = free.map_err(|error| format!("no free port: {error}"))?;
+        let mut command = on(cpu);
+        command.arg(program()?).args(["serve", "--control", "none", "--device", &device]);
+        command.args(["--spin-us", &SPIN_US.to_string()]);
+        command.args(["--export", &format!("nvme-tcp://{address}?nqn={nqn}")]);
+        let server = ListeningServer::spawn(&mut command, PathBuf::new())?;
+        server.await_ready(&command, || TcpStream::connect(address).is_ok()).map(|server| (server, address))
     }
 
     /// Starts our daemon with one lane and two disks, one queue each: of this kind, and of memory. Returns the second
@@ -179,7 +199,7 @@ impl ListeningServer {
             command.arg(format!("vhost-user-blk:{}?queues=1", socket.display()));
         }
         let [first, second] = sockets;
-        let mut server = ListeningServer::run(command, second.clone())?;
+        let mut server = ListeningServer::run(&mut command, &second)?;
         server.socket = first;
         Ok((server, second))
     }
@@ -201,14 +221,22 @@ impl ListeningServer {
             command.args(["--device", &device]);
             command.args(["--export", &format!("vhost-user-blk:{}?queues={queues}", path.display())]);
         }
-        Ok((ListeningServer::run(command, socket)?, idle))
+        Ok((ListeningServer::run(&mut command, &socket)?, idle))
     }
 
-    fn run(mut command: Command, socket: PathBuf) -> Result<ListeningServer, String> {
+    fn run(command: &mut Command, socket: &Path) -> Result<ListeningServer, String> {
+        let server = ListeningServer::spawn(command, socket.to_path_buf())?;
+        server.await_ready(command, || listens(socket))
+    }
+
+    fn spawn(command: &mut Command, socket: PathBuf) -> Result<ListeningServer, String> {
         let child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn();
-        let mut server = ListeningServer { child: child.map_err(|error| format!("{command:?}: {error}"))?, socket };
-        server.await_ready(&command)?;
-        Ok(server)
+        Ok(ListeningServer { child: child.map_err(|error| format!("{command:?}: {error}"))?, socket })
+    }
+
+    /// Its process.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
     }
 
     /// CPU time of its threads.
@@ -224,9 +252,9 @@ impl ListeningServer {
         Ok(used_ns)
     }
 
-    fn await_ready(&mut self, command: &Command) -> Result<(), String> {
+    fn await_ready(mut self, command: &Command, listens: impl Fn() -> bool) -> Result<ListeningServer, String> {
         let start = Instant::now();
-        while !listens(&self.socket) {
+        while !listens() {
             if let Ok(Some(status)) = self.child.try_wait() {
                 return Err(format!("{command:?} ended with {status}"));
             }
@@ -235,7 +263,7 @@ impl ListeningServer {
             }
             std::thread::sleep(Duration::from_millis(5));
         }
-        Ok(())
+        Ok(self)
     }
 }
 

@@ -51,7 +51,7 @@ fn two_cores(
     let disk = RemoteNamespace::open::<VfioUserController>(transport, config).map_err(|error| error.to_string())?;
     let queue = |depth| disk.queue(QueueKind::Poll, depth).map_err(|error| error.to_string());
     if store == CellStore::Ram {
-        write_all_by(queue(1)?, disk.info())?;
+        write_all_by(&mut DirectSignals, queue(1)?, disk.info(), |_| ())?;
     }
     let queue: NamespaceQueue = queue(depth.max(2))?;
     let memory = Region::shared(depth * IO_BYTES as usize).map_err(|error| error.to_string())?;

@@ -102,17 +102,22 @@ fn two_cores(
 pub fn write_all(socket: &Path) -> Result<(), String> {
     let disk = attach(socket, false)?;
     let driver = disk.queue(QueueKind::Poll, 1).map_err(|error| error.to_string())?;
-    write_all_by(driver, disk.info())
+    write_all_by(&mut DirectSignals, driver, disk.info(), |_| ())
 }
 
-/// The same through this driver.
-pub fn write_all_by(driver: impl Driver<DirectSignals>, info: &DeviceInfo) -> Result<(), String> {
+/// The same through this driver, on a lane that is turned so.
+pub fn write_all_by<Cx>(
+    cx: &mut Cx,
+    driver: impl Driver<Cx>,
+    info: &DeviceInfo,
+    turn: impl Fn(&mut Cx),
+) -> Result<(), String> {
     const BYTES: u32 = 256 << 10;
     let config = HwQueueConfig { depth: 1, ..HwQueueConfig::default() };
     let mut queue = HwQueue::new(driver, Arc::new(info.clone()), config);
     let memory = Region::shared(BYTES as usize).map_err(|error| error.to_string())?;
     memory.span(0, memory.len()).inspect(|all| all.fill(0x5a));
-    queue.set_memory(&mut DirectSignals, Arc::new(RegionTable::new(vec![memory])));
+    queue.set_memory(cx, Arc::new(RegionTable::new(vec![memory])));
     let mut free = vec![Bio::with_capacity(1)];
     for sector in (0..STORE_BYTES / SECTOR_BYTES).step_by(BYTES as usize / SECTOR_BYTES as usize) {
         let Some(mut bio) = free.pop() else { return Err("the bio did not come back".into()) };
@@ -122,8 +127,9 @@ pub fn write_all_by(driver: impl Driver<DirectSignals>, info: &DeviceInfo) -> Re
         queue.submit(bio);
         first_answer(|| {
             let now_ns = now_ns();
-            queue.issue(&mut DirectSignals, now_ns);
-            queue.reap(&mut DirectSignals, now_ns, &mut |bio| free.push(bio)) as u64
+            queue.issue(cx, now_ns);
+            turn(cx);
+            queue.reap(cx, now_ns, &mut |bio| free.push(bio)) as u64
         })?;
         if !free.iter().all(|bio| bio.status.is_ok()) {
             return Err("the disk cannot be written".into());

@@ -9,12 +9,14 @@ pub(crate) mod cpus;
 mod lines;
 mod mock;
 mod report;
+mod sockets;
 mod system;
 pub(crate) mod windows;
 
 use std::process::ExitCode;
 
 use self::report::FloorReport;
+use self::sockets::AnswerForm;
 use self::system::{CopyOrder, From};
 use crate::Console;
 
@@ -79,6 +81,12 @@ pub const LIMITS: &[MachineLimit] = limits! {
     "pair-qd128", "the same at depth 128", true, lines::queue_pair(128);
     "virtio-qd1", "a request through a virtio split ring, depth 1", true, lines::virtqueue(1);
     "virtio-qd128", "the same at depth 128", true, lines::virtqueue(128);
+    "sockets-qd1", "a read of 4 KiB over NVMe/TCP as plain sockets on loopback would do it, depth 1", true,
+        sockets::reads(1, AnswerForm::Data);
+    "sockets-qd32", "the same at depth 32", true, sockets::reads(32, AnswerForm::Data);
+    "sockets-qd128", "the same at depth 128", true, sockets::reads(128, AnswerForm::Data);
+    "sockets-qd128-cqe", "the same with a response behind the data", true,
+        sockets::reads(128, AnswerForm::DataAndResponse);
     "wake-up", "a thread asleep on another CPU, woken", false, system::wake_up();
     "copy-4k-l2", "a copy of 4 KiB from the second-level cache", false, system::copy(From::L2, CopyOrder::Unknown);
     "copy-4k-l3", "the same from the third level", false, system::copy(From::L3, CopyOrder::Unknown);
