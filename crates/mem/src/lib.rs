@@ -4,12 +4,14 @@
 //! such memory is accessed: regions and the segments that point into them, the domains in which devices reach regions,
 //! registered buffers, NUMA nodes, views of fields shared with a peer, the rings, mailboxes and oneshot channels
 //! between threads, and the words that say which thread owns a queue and which sleeps. Everything here is `unsafe`
-//! inside and safe outside. It knows nothing of I/O, devices or protocols.
+//! inside and safe outside. Besides a call that sends bytes from their places over a socket, it knows nothing of I/O,
+//! devices or protocols.
 
 mod baton;
 mod counting;
 mod dma;
 mod fault;
+mod gather;
 #[cfg(kill)]
 pub mod kill;
 mod mailbox;
@@ -29,6 +31,7 @@ pub use baton::{Baton, Holder};
 pub use counting::CountingAllocator;
 pub use dma::{DmaDomain, DmaMapping};
 pub use fault::EXPORT_REGIONS_MAX;
+pub use gather::{GATHER_MAX, GatherPiece, send_gathered};
 pub use mailbox::Mailbox;
 pub use mapping::{BufferAddresses, BufferMapping};
 pub use node::{prefer_node, preferred_node};

@@ -13,7 +13,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use blkyard_mem::RegionTable;
+use blkyard_mem::{GATHER_MAX, RegionTable};
 use blkyard_mq::{Bio, SignalEventfd};
 use blkyard_nvme::NextBio;
 use blkyard_nvme::tcp::{SendList, TcpEnd, TcpIoQueue};
@@ -23,10 +23,11 @@ use super::TRANSFER_BYTES;
 use super::socket::{Arrived, BufferedSocket};
 use crate::core::{BioFeed, ExportLog, QueueSession, QueueSignals, RingView};
 
-/// Bios filled in and commands refused in one round, at most.
-const ROUND_MAX: usize = 64;
-/// Pieces of a list.
-const PIECES_MAX: usize = 256;
+/// Bios filled in and commands refused in one round, at most: a full queue, whose answers leave in one call.
+const ROUND_MAX: usize = 128;
+/// Pieces of a list: 128 reads of a segment each, with their headers, and room for one more. One call sends them.
+const PIECES_MAX: usize = 2 * 128 + SendList::PIECES_MIN;
+const _: () = assert!(PIECES_MAX <= GATHER_MAX);
 
 /// Notes of running queues for the control path.
 #[derive(Debug)]
@@ -77,6 +78,8 @@ pub(crate) struct TcpQueueState {
     kick: Epoll,
     pub(crate) queue: TcpIoQueue,
     list: SendList,
+    /// Number of the list that is being sent, and how many of its bytes the kernel has taken.
+    sending: Option<(u64, usize)>,
     /// Whether the connection has ended, and all that was to be sent is sent.
     is_over: bool,
 }
@@ -90,7 +93,7 @@ impl TcpQueueState {
         socket.reserve();
         let kick = Epoll::new()?;
         let socket = kick.register(socket, 0, EventFlags::IN | EventFlags::OUT | EventFlags::RDHUP | EventFlags::ET)?;
-        Ok(TcpQueueState { socket, kick, queue, list: SendList::new(PIECES_MAX), is_over: false })
+        Ok(TcpQueueState { socket, kick, queue, list: SendList::new(PIECES_MAX), sending: None, is_over: false })
     }
 
     /// The connection of a queue that has ended, and the reason.
@@ -243,10 +246,10 @@ impl QueueSession for NvmeTcpQueueSession {
         let Some(state) = self.state.as_deref_mut().filter(|state| !state.is_over) else { return false };
         // Commands that came when the lane looked before its sleep (`arm`) are answered here: no bio makes a round
         // busy.
-        let has_answers = state.queue.wants_send() || state.socket.get().is_sending();
+        let has_answers = state.queue.wants_send() || state.sending.is_some();
         let is_sent = has_answers && state.send();
         let is_ended = state.queue.end_reason().is_some();
-        if is_ended && !state.queue.wants_send() && !state.socket.get().is_sending() {
+        if is_ended && !state.queue.wants_send() && state.sending.is_none() {
             state.is_over = true;
             self.ended.push(self.number);
         }
@@ -319,23 +322,32 @@ impl TcpQueueState {
     /// Whether the next round sends answers, or reports the end of the connection. A lane may look for work twice
     /// before that round: to park the queue, and to sleep. What the first look received is not lost at the second.
     fn has_news(&self) -> bool {
-        let socket = self.socket.get();
-        (self.queue.wants_send() && socket.has_room()) || (self.queue.end_reason().is_some() && !socket.is_sending())
+        self.sending.is_none() && (self.queue.wants_send() || self.queue.end_reason().is_some())
     }
 
     /// Sends answers, as far as the kernel takes them. Returns whether it took anything.
     fn send(&mut self) -> bool {
-        let TcpQueueState { socket, queue, list, .. } = self;
-        let socket = socket.get_mut();
-        while socket.has_room()
-            && let Some(number) = queue.fill(list)
-        {
-            socket.add(list, &queue.memory().table);
+        let TcpQueueState { socket, queue, list, sending, .. } = self;
+        let mut is_moved = false;
+        loop {
+            if sending.is_none() {
+                *sending = queue.fill(list).map(|number| (number, 0));
+            }
+            let Some((number, sent)) = sending else { return is_moved };
+            let taken = socket.get_mut().send_list(list, &queue.memory().table, *sent);
+            *sent += taken;
+            is_moved |= taken > 0;
+            if *sent < list.total() {
+                return is_moved;
+            }
+            queue.sent(*number);
             list.clear();
-            queue.sent(number);
+            *sending = None;
             // Slots and memory are free again.
             queue.receive(&mut &[][..]);
         }
-        socket.is_sending() && socket.flush()
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,18 +1,19 @@
 //! A TCP socket without waits: bytes received and not yet handled, bytes to be sent.
 //!
-//! Used by admin queues on the control path and by I/O queues on their lanes. What is to be sent is copied here, so
-//! the memory of a command is free at once.
+//! Used by admin queues on the control path and by I/O queues on their lanes. Admin queues have what is to be sent
+//! copied here. The data of an I/O queue is sent from its place, which the queue keeps until the kernel has taken it.
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
+use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
 
-use blkyard_mem::RegionTable;
+use blkyard_mem::{GatherPiece, RegionTable, send_gathered};
 use blkyard_nvme::tcp::{SendList, SendPiece};
 
 /// Bytes received at once, at most: 16 commands with 4 KiB each.
 const RECEIVE_BYTES: usize = 64 << 10;
-/// Bytes to be sent that are collected, at most, apart from a list: further answers wait in their queue.
+/// Bytes to be sent of an admin queue that are collected, at most, apart from a list: further answers wait.
 const SEND_BYTES: usize = 256 << 10;
 
 /// Result of a receive.
@@ -30,9 +31,10 @@ pub(crate) enum Arrived {
 #[derive(Debug)]
 pub(crate) struct BufferedSocket {
     stream: TcpStream,
+    /// Memory for received bytes, as long as it was needed once.
     input: Vec<u8>,
-    /// Bytes of the input that were handled.
-    taken: usize,
+    /// Received bytes of it that were not handled.
+    unread: Range<usize>,
     output: Vec<u8>,
     /// Bytes of the output that were sent.
     sent: usize,
@@ -48,7 +50,7 @@ impl BufferedSocket {
         stream.set_nonblocking(true)?;
         stream.set_nodelay(true)?;
         let (input, output) = (Vec::new(), Vec::new());
-        Ok(BufferedSocket { stream, input, taken: 0, output, sent: 0, is_broken: false })
+        Ok(BufferedSocket { stream, input, unread: 0..0, output, sent: 0, is_broken: false })
     }
 
     /// The socket.
@@ -56,20 +58,19 @@ impl BufferedSocket {
         &self.stream
     }
 
-    /// Makes the buffers as large as they get, for a lane that is not to allocate.
+    /// Makes the memory for received bytes as large as it gets, for a lane that is not to allocate.
     pub(crate) fn reserve(&mut self) {
-        self.input.reserve(RECEIVE_BYTES);
-        self.output.reserve(2 * SEND_BYTES);
+        self.input.resize(RECEIVE_BYTES, 0);
     }
 
     /// Bytes that are to be handled.
     pub(crate) fn unread(&self) -> &[u8] {
-        &self.input[self.taken..]
+        &self.input[self.unread.clone()]
     }
 
     /// So many bytes of [`BufferedSocket::unread`] remain.
     pub(crate) fn keep(&mut self, bytes: usize) {
-        self.taken = self.input.len() - bytes;
+        self.unread.start = self.unread.end - bytes;
     }
 
     /// Receives, at most `most` bytes, unless bytes are unread.
@@ -80,25 +81,42 @@ impl BufferedSocket {
         if self.is_broken {
             return Arrived::End;
         }
-        self.taken = 0;
-        self.input.resize(RECEIVE_BYTES.min(most), 0);
+        let most = RECEIVE_BYTES.min(most);
+        if self.input.len() < most {
+            self.input.resize(most, 0);
+        }
         loop {
-            let received = self.stream.read(&mut self.input);
-            let bytes = *received.as_ref().unwrap_or(&0);
-            match received {
+            match self.stream.read(&mut self.input[..most]) {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    self.input.clear();
-                    return Arrived::Nothing;
-                }
-                Ok(1..) => {
-                    self.input.truncate(bytes);
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Arrived::Nothing,
+                Ok(bytes @ 1..) => {
+                    self.unread = 0..bytes;
                     return Arrived::Bytes;
                 }
                 _ => {
-                    self.input.clear();
                     self.is_broken = true;
                     return Arrived::End;
+                }
+            }
+        }
+    }
+
+    /// Sends a list from its place, without so many bytes at its start. Returns the bytes that the kernel has taken. A
+    /// broken connection takes all.
+    pub(crate) fn send_list(&mut self, list: &SendList, memory: &RegionTable, sent: usize) -> usize {
+        loop {
+            let pieces = list.pieces().map(|piece| match piece {
+                SendPiece::Bytes(bytes) => GatherPiece::Bytes(bytes),
+                // The owner of the list has checked it.
+                SendPiece::Data(segment) => GatherPiece::Span(memory.resolve_region(segment).unwrap_or_default()),
+            });
+            match send_gathered(self.stream.as_fd(), pieces, sent) {
+                Ok(bytes @ 1..) => return bytes,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return 0,
+                _ => {
+                    self.is_broken = true;
+                    return list.total() - sent;
                 }
             }
         }

@@ -18,6 +18,8 @@ enum SendEntry {
 pub struct SendList {
     bytes: Vec<u8>,
     entries: Vec<SendEntry>,
+    /// Bytes of all pieces.
+    total: usize,
 }
 
 impl SendList {
@@ -33,7 +35,8 @@ impl SendList {
     pub fn new(pieces_max: usize) -> SendList {
         let pieces = pieces_max.max(SendList::PIECES_MIN);
         // A PDU without data is one piece.
-        SendList { bytes: Vec::with_capacity(pieces * SendList::PDU_BYTES), entries: Vec::with_capacity(pieces) }
+        let (bytes, entries) = (Vec::with_capacity(pieces * SendList::PDU_BYTES), Vec::with_capacity(pieces));
+        SendList { bytes, entries, total: 0 }
     }
 
     /// Its maximum size, for the stream that sends it.
@@ -45,6 +48,12 @@ impl SendList {
     pub fn clear(&mut self) {
         self.bytes.clear();
         self.entries.clear();
+        self.total = 0;
+    }
+
+    /// Bytes of all pieces.
+    pub fn total(&self) -> usize {
+        self.total
     }
 
     /// Whether nothing is to be sent.
@@ -85,6 +94,7 @@ impl SendList {
         let mut digest = Crc32c::default();
         for segment in data {
             self.entries.push(SendEntry::Data(segment));
+            self.total += segment.len as usize;
             if encoded.has_data_digest {
                 update_digest(&mut digest, memory, segment);
             }
@@ -97,6 +107,7 @@ impl SendList {
     fn push_bytes(&mut self, bytes: &[u8]) {
         let start = self.bytes.len();
         self.bytes.extend_from_slice(bytes);
+        self.total += bytes.len();
         let end = self.bytes.len();
         match self.entries.last_mut() {
             Some(SendEntry::Bytes { end: last, .. }) => *last = end,
