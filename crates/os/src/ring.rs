@@ -260,7 +260,7 @@ impl Ring {
     unsafe fn push_named(&mut self, entry: &squeue::Entry) {
         // SAFETY: promised by the caller.
         while unsafe { self.uring.submission().push(entry) }.is_err() {
-            self.submit();
+            self.flush();
             if self.failure.is_some() {
                 // It will never be answered: as good as one that the kernel keeps for good.
                 return;
@@ -287,6 +287,12 @@ impl Ring {
     /// either, no call is made. Entries that the kernel does not accept now stay in the ring for the next call.
     #[inline]
     pub fn submit(&mut self) {
+        self.run_streams();
+        self.flush();
+    }
+
+    #[inline]
+    fn flush(&mut self) {
         let (waiting, wanted) = {
             let queue = self.uring.submission();
             (queue.len(), queue.taskrun() || queue.cq_overflow())
@@ -435,15 +441,17 @@ impl Ring {
     /// Whether entries wait to be submitted, or completions were reaped and not taken by their driver.
     #[inline]
     pub(crate) fn has_unsubmitted_or_untaken(&mut self) -> bool {
-        self.untaken > 0 || self.streams.has_events() || !self.uring.submission().is_empty()
+        let is_due = self.streams.has_due() || !self.uring.submission().is_empty();
+        is_due || self.untaken > 0 || self.streams.has_events()
     }
 
     /// Submits pushed entries and sleeps until a completion, an eventfd, a signal, or the deadline. Returns at once if
     /// a completion has not been reaped yet, or was reaped and not taken by its driver, or by the lane if it is an
     /// eventfd's.
     pub fn sleep(&mut self, deadline_ns: Option<u64>) {
+        self.run_streams();
         if self.untaken > 0 || !self.signalled.is_empty() || self.streams.has_events() {
-            self.submit();
+            self.flush();
             return;
         }
         // An eventfd that is not polled cannot end a sleep.

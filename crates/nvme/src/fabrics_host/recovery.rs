@@ -137,7 +137,9 @@ impl FabricsHost {
         let Some(queue) = self.queue_mut(qid) else { return };
         queue.phase = FabricsQueuePhase::Connecting;
         queue.unclosed.get_or_insert(association);
-        let command = ConnectCommand { qid, sq_size: queue.entries - 1, no_flow_control: false, keep_alive_ms: 0 };
+        // Without flow control, which it does not need: the controller may then end a read with its data, and say no
+        // more.
+        let command = ConnectCommand { qid, sq_size: queue.entries - 1, no_flow_control: true, keep_alive_ms: 0 };
         let connect = FabricsConnect { association, command, data, in_capsule, delays, connect_ns };
         self.events.push_back(FabricsHostEvent::Queue(qid, FabricsQueueCommand::Connect(Box::new(connect))));
     }

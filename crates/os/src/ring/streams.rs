@@ -132,6 +132,12 @@ impl RingStreams {
         }
     }
 
+    /// Whether operations are due that were not pushed.
+    #[inline]
+    pub(super) fn has_due(&self) -> bool {
+        !self.ready.is_empty()
+    }
+
     /// Whether an owner has events to take.
     pub(super) fn has_events(&mut self) -> bool {
         if self.pending > 0 {
@@ -157,7 +163,8 @@ impl RingStreams {
             // Room for all from the start: events allocate nothing.
             inbox.events.reserve((inbox.streams * EVENTS_EACH).saturating_sub(inbox.events.len()));
         }
-        self.ready.reserve(self.open * COMPLETIONS_EACH);
+        // With a receive that is not pushed yet.
+        self.ready.reserve(self.open * (COMPLETIONS_EACH + 1));
         self.places[index].stream = Some(Box::new(stream));
         StreamId { index: index as u32, generation: self.places[index].generation }
     }
@@ -233,7 +240,7 @@ impl Ring {
         inboxes.filter_map(|inbox| inbox.unseen_since).any(|since| since < before)
     }
 
-    /// Makes the steps that are due after completions were reaped.
+    /// Makes the steps that are due after completions were reaped, and at the end of a turn.
     #[inline]
     pub(super) fn run_streams(&mut self) {
         while let Some(index) = self.streams.ready.pop() {
@@ -316,7 +323,9 @@ impl Ring {
             return Err(stream::system("operations of io_uring cannot be listed", error));
         }
         let needed = [
+            (opcode::Recv::CODE, "RECV"),
             (opcode::RecvMsg::CODE, "RECVMSG"),
+            (opcode::Send::CODE, "SEND"),
             (opcode::SendMsg::CODE, "SENDMSG"),
             (opcode::Connect::CODE, "CONNECT"),
             (opcode::Accept::CODE, "ACCEPT"),
@@ -413,10 +422,11 @@ impl StreamService for Ring {
         }
     }
 
+    /// Pushed at the end of the turn, or behind a list that is sent before.
     #[inline]
     fn receive(&mut self, stream: StreamId, into: Option<StreamDestination<'_>>) {
         if self.streams.get_mut(stream).is_some_and(|stream| stream.prepare_receive(into)) {
-            self.push_due(stream.index);
+            self.streams.ready.push(stream.index);
         }
     }
 

@@ -225,7 +225,7 @@ impl PduReader {
         let taken = take(bytes, until.saturating_sub(self.have));
         // Padding is not kept.
         let kept = taken.len().min(self.header.len().saturating_sub(self.have));
-        self.header[self.have.min(HEADER_BYTES_MAX + DIGEST_BYTES)..][..kept].copy_from_slice(&taken[..kept]);
+        copy_header(&mut self.header[self.have.min(HEADER_BYTES_MAX + DIGEST_BYTES)..][..kept], &taken[..kept]);
         self.have += taken.len();
         !self.is_between && self.have >= until
     }
@@ -374,6 +374,22 @@ impl PduReader {
 
     fn array<const N: usize>(&self, at: usize) -> [u8; N] {
         std::array::from_fn(|number| self.header[at + number])
+    }
+}
+
+/// Copies bytes of a header. The usual lengths are known to the compiler, which makes no call for them: the common
+/// header, and the rest of a header of 24 bytes and of a command.
+#[inline]
+fn copy_header(to: &mut [u8], from: &[u8]) {
+    fn fixed<const N: usize>(to: &mut [u8], from: &[u8]) {
+        to[..N].copy_from_slice(&from[..N]);
+    }
+    match from.len() {
+        0 => {}
+        8 => fixed::<8>(to, from),
+        16 => fixed::<16>(to, from),
+        64 => fixed::<64>(to, from),
+        _ => to.copy_from_slice(from),
     }
 }
 

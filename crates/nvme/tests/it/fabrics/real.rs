@@ -219,7 +219,9 @@ impl Target {
                         let RealQueue::Admin(queue) = std::mem::replace(&mut connection.real, RealQueue::None) else {
                             unreachable!()
                         };
-                        let options = TcpIoQueueOptions { entries: command.sq_size + 1, ..QUEUE };
+                        assert!(command.no_flow_control, "reads of an I/O queue may end without a response");
+                        let (entries, has_flow_control) = (command.sq_size + 1, !command.no_flow_control);
+                        let options = TcpIoQueueOptions { entries, has_flow_control, ..QUEUE };
                         let bytes = TcpIoQueue::memory_bytes(&options);
                         let region = Region::anonymous(bytes as usize).unwrap();
                         let table = Arc::new(RegionTable::new(vec![region]));
