@@ -1,4 +1,4 @@
-//! Limits of a TCP connection over loopback between two CPUs: the bytes and batches of 4 KiB random reads over NVMe/TCP.
+//! Limits of a TCP connection over loopback between two CPUs: bytes and batches of 4 KiB random reads over NVMe/TCP.
 //!
 //! One side sends commands, the other answers each with a header and the data. Neither waits in the kernel, parses
 //! anything or copies data itself. Answers of a batch leave in one call, from memory that has them in order, and arrive

@@ -1,3 +1,5 @@
+//! The answers of one queue to a host that reads slowly or not at all, over a real socket.
+
 use std::io::Read;
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::time::Duration;

@@ -18,8 +18,8 @@ use io_uring::types::{CancelBuilder, Fd, TimeoutFlags, Timespec};
 use io_uring::{opcode, squeue};
 use rustix::net::{Shutdown, SocketAddrAny};
 
-/// Bytes of a stream's receive buffer: 31 reads of 4 KiB with their headers, a few calls for a deep queue. Twice as much
-/// is slower, since it leaves less of the cache to their destinations. Pages are allocated at their first use.
+/// Bytes of a stream's receive buffer: 31 reads of 4 KiB with their headers, a few calls for a deep queue. Twice as
+/// much is slower, since it leaves less of the cache to their destinations. Pages are allocated at their first use.
 pub(super) const RECEIVE_BYTES: usize = 128 << 10;
 
 /// An operation that a stream may have at the kernel: a bit of a set.
