@@ -102,7 +102,8 @@ fn a_remote_disk_is_taken_over_under_a_verifying_client() {
     let [low, high, ..] = std::process::id().to_le_bytes();
     let address = TcpListener::bind((Ipv4Addr::new(127, 250, high, low), 0)).unwrap().local_addr().unwrap();
     let target = |options: &str| {
-        let (device, export) = (format!("ram:32M?mbps=40{options}"), format!("nvme-tcp://{address}?nqn={NQN}"));
+        // So slow that the client is at work for longer than three takeovers take.
+        let (device, export) = (format!("ram:32M?mbps=10{options}"), format!("nvme-tcp://{address}?nqn={NQN}"));
         Daemon::start(folder, &["--control", "t", "--device", &device, "--export", &export])
     };
     let disk = target("");
