@@ -7,6 +7,10 @@
 //!
 //! It gives no verdict: goals are in docs/goals.md.
 
+#[path = "cells/asleep.rs"]
+mod asleep;
+#[path = "cells/beside.rs"]
+mod beside;
 #[path = "cells/clients.rs"]
 mod clients;
 #[path = "cells/core.rs"]
@@ -84,6 +88,8 @@ fn main() {
     vfio_user::nvme_cells(plan, &mut report);
     tcp::host_cells(plan, &mut report);
     clients::client_cells(quick, &mut report);
+    asleep::asleep_cells(quick, &mut report);
+    beside::beside_cells(quick, &mut report);
     waiting::waiting_cells(quick, &mut report);
     neighbour::neighbour_cells(quick, &mut report);
     idle::idle_cells(plan, quick, &mut report);

@@ -1,56 +1,66 @@
 //! The idle policy: when a lane without work stops busy-polling and sleeps.
 //!
-//! Busy-polling burns a CPU. Sleeping costs two passages through the kernel, and the submitter waits for the wake-up.
-//! A lane without history polls for as long as a sleep would have cost, and then sleeps: it never pays more than twice
-//! the optimum. A lane learns the distance between pieces of work, including a sleep between them, so that work every
-//! 50 us counts as 50 us whether the lane slept or not. It has four polling times, from a short one for answers that
-//! follow at once to the whole window, and takes the one that would have been cheapest for its last pauses.
+//! Two rules give the length of a look. [`Pauses`](pauses) takes the pauses between pieces of work as given and finds
+//! the window that is cheapest for them. But a client that waits for its I/O makes its pauses from ours: where both
+//! sides sleep because the other does, each pause is mostly wake-ups, and no window up to their length would pay.
+//! [`Trials`](trials) finds out by experiment whether a longer look makes work come faster at no higher cost, and takes
+//! no look where threads wait for CPUs.
 //!
-//! One lane owns a [`Lookout`]. Time is an argument; it reads no clock.
+//! One lane owns a [`Lookout`]. Time, served I/Os and CPU time are arguments; it reads no clock.
+
+mod pauses;
+mod trials;
+
+use pauses::Pauses;
+pub use trials::CpuUse;
+use trials::Trials;
 
 /// How long a lane turns without work before it sleeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IdlePolicy {
     /// Nanoseconds from the last work to sleep, at most; zero sleeps at once, the largest number never.
     pub spin_ns: u64,
+    /// A longer spin window, ns, that is tried now and then and kept for as long as it pays. Nothing is tried if it is
+    /// not longer than `spin_ns`.
+    pub trial_ns: u64,
 }
 
 impl IdlePolicy {
     /// Upper bound of the option `spin_us`, microseconds: a second, after which a lane might as well never sleep.
     pub const SPIN_US_MAX: u64 = 1_000_000;
+
+    /// Never spins for longer than this, ns; tries nothing.
+    pub fn up_to(spin_ns: u64) -> IdlePolicy {
+        IdlePolicy { spin_ns, trial_ns: 0 }
+    }
+
+    /// Longest spin window, ns.
+    pub fn longest_ns(self) -> u64 {
+        self.spin_ns.max(self.trial_ns)
+    }
 }
 
 impl Default for IdlePolicy {
     fn default() -> Self {
-        // Cost of a wake-up: 23 to 27 us in docs/benchmarks/daemon.md.
-        IdlePolicy { spin_ns: 25_000 }
+        // Cost of a wake-up: 23 to 27 us in docs/benchmarks/daemon.md. A client that sleeps needs one and its own work;
+        // several times that is seen by the longer window.
+        IdlePolicy { spin_ns: 25_000, trial_ns: 200_000 }
     }
 }
 
-/// Lengths of the spin window, in parts of the whole; a sleep costs as much as the whole.
-const LOOKS: [u64; 4] = [1, 4, 8, WHOLE];
-const WHOLE: u64 = 16;
-/// Number of pauses in an evaluation; earlier ones lose half of their weight each time.
-const PAUSES: u32 = 32;
-
-/// History of a lane's pauses.
+/// History of a lane's pauses and trials.
 #[derive(Debug)]
 pub(crate) struct Lookout {
-    policy: IdlePolicy,
     last_work_ns: u64,
-    /// Current spin window.
-    look_ns: u64,
-    /// Pauses by the shortest window that sees their end, and last those that outlast all. The first window is not
-    /// counted: all others include it.
-    pauses: [u32; LOOKS.len()],
-    /// Pauses since the last evaluation.
-    new: u32,
+    pauses: Pauses,
+    trials: Trials,
 }
 
 impl Lookout {
     /// Without history.
     pub(crate) fn new(policy: IdlePolicy) -> Lookout {
-        Lookout { policy, last_work_ns: 0, look_ns: policy.spin_ns, pauses: [0; LOOKS.len()], new: 0 }
+        let trials = Trials::new((policy.trial_ns > policy.spin_ns).then_some(policy.trial_ns));
+        Lookout { last_work_ns: 0, pauses: Pauses::new(policy.spin_ns), trials }
     }
 
     /// Sets the policy and forgets the history.
@@ -59,36 +69,27 @@ impl Lookout {
     }
 
     /// There was work.
+    #[inline]
     pub(crate) fn worked(&mut self, now_ns: u64) {
         let pause_ns = now_ns.saturating_sub(std::mem::replace(&mut self.last_work_ns, now_ns));
-        if pause_ns > self.policy.spin_ns / WHOLE {
-            self.paused(pause_ns);
-        }
+        self.pauses.ended(pause_ns);
     }
 
     /// After a turn without work: whether to spin rather than to sleep.
+    #[inline]
     pub(crate) fn goes_on(&self, now_ns: u64) -> bool {
-        now_ns.saturating_sub(self.last_work_ns) < self.look_ns
+        now_ns.saturating_sub(self.last_work_ns) < self.trials.look_ns(self.pauses.look_ns())
     }
 
-    fn paused(&mut self, pause_ns: u64) {
-        let part_ns = self.policy.spin_ns / WHOLE;
-        let seen_by = LOOKS[1..].iter().position(|look| pause_ns <= look * part_ns).unwrap_or(LOOKS.len() - 1);
-        self.pauses[seen_by] += 1;
-        self.new += 1;
-        if self.new == PAUSES {
-            self.new = 0;
-            let cheapest = (0..LOOKS.len()).min_by_key(|&look| self.cost(look)).unwrap_or(0);
-            self.look_ns = if cheapest == LOOKS.len() - 1 { self.policy.spin_ns } else { LOOKS[cheapest] * part_ns };
-            self.pauses = self.pauses.map(|pauses| pauses / 2);
-        }
+    /// Whether [`Lookout::read`] wants to be told how things are.
+    #[inline]
+    pub(crate) fn wants_reading(&self, now_ns: u64) -> bool {
+        now_ns >= self.trials.next_ns()
     }
 
-    /// Cost of these pauses with this window.
-    fn cost(&self, look: usize) -> u64 {
-        let (seen, slept) = self.pauses.split_at(look);
-        let looked: u64 = seen.iter().zip(&LOOKS[1..]).map(|(&pauses, look)| u64::from(pauses) * look).sum();
-        looked + slept.iter().map(|&pauses| u64::from(pauses) * (LOOKS[look] + WHOLE)).sum::<u64>()
+    /// How things are: I/Os served by the lane so far, wrapping, and how to ask for the CPU time of its thread.
+    pub(crate) fn read(&mut self, now_ns: u64, ios: u64, cpu_use: impl FnOnce() -> CpuUse) {
+        self.trials.read(now_ns, ios, cpu_use);
     }
 }
 
@@ -101,7 +102,7 @@ mod tests {
 
     /// Spin window of a lane after these pauses.
     fn looks_ns(pauses_ns: &[u64]) -> u64 {
-        let mut lookout = Lookout::new(IdlePolicy { spin_ns: WHOLE_NS });
+        let mut lookout = Lookout::new(IdlePolicy::up_to(WHOLE_NS));
         let mut now_ns = 0;
         for pause_ns in pauses_ns {
             now_ns += pause_ns;
@@ -141,8 +142,8 @@ mod tests {
 
     #[test]
     fn the_largest_number_never_sleeps_and_zero_always_does() {
-        let mut never = Lookout::new(IdlePolicy { spin_ns: u64::MAX });
-        let mut always = Lookout::new(IdlePolicy { spin_ns: 0 });
+        let mut never = Lookout::new(IdlePolicy::up_to(u64::MAX));
+        let mut always = Lookout::new(IdlePolicy::up_to(0));
         // An hour apart, for eleven years.
         for hour in 0..100_000 {
             let now_ns = hour * 3_600_000_000_000;

@@ -30,7 +30,7 @@ use std::sync::{Arc, PoisonError};
 
 use blkyard_mem::sync::Mutex;
 
-use crate::idle::{IdlePolicy, Lookout};
+use crate::idle::{CpuUse, IdlePolicy, Lookout};
 use crate::stats::TurnStats;
 use parking::{DueRound, park_ns};
 
@@ -143,6 +143,11 @@ pub trait Poller<Cx: ?Sized> {
         None
     }
 
+    /// I/Os served so far, wrapping, by which the lane sees whether a longer look pays. By default none, and none does.
+    fn served(&self) -> u64 {
+        0
+    }
+
     /// Called at most every second or so: for scans for slow requests.
     fn tick(&mut self, _now_ns: u64) {}
 
@@ -186,6 +191,8 @@ struct Resident<S> {
     busy_ns: u64,
     /// It had work since [`Lane::take_worked`] was called last.
     worked: bool,
+    /// What [`Poller::served`] was when it was read last.
+    served: u64,
 }
 
 /// Number of a poller on its lane, from 0, unchanged while it lives there. Free numbers are given again.
@@ -208,6 +215,10 @@ pub struct Lane<S> {
     /// Bytes that an active poller may copy in a turn, as last set.
     turn_bytes: u64,
     lookout: Lookout,
+    /// Tells the CPU time of the lane's thread.
+    cpu_use: fn() -> CpuUse,
+    /// I/Os served by the pollers while they were active, wrapping.
+    served: u64,
     /// Idle time after which a poller is parked, ns.
     park_ns: u64,
     last_tick_ns: u64,
@@ -220,8 +231,9 @@ pub struct Lane<S> {
 }
 
 impl<S> Lane<S> {
-    /// A lane without pollers yet.
-    pub fn new(policy: IdlePolicy) -> Lane<S> {
+    /// A lane without pollers yet. `cpu_use` is that of the calling thread; asked at most every 2 ms, and only where
+    /// there is work.
+    pub fn new(policy: IdlePolicy, cpu_use: fn() -> CpuUse) -> Lane<S> {
         Lane {
             slots: Vec::new(),
             active: Vec::new(),
@@ -231,6 +243,8 @@ impl<S> Lane<S> {
             leaving: 0,
             turn_bytes: POLLER_BYTES_MAX,
             lookout: Lookout::new(policy),
+            cpu_use,
+            served: 0,
             park_ns: park_ns(policy),
             last_tick_ns: 0,
             now_ns: 0,
@@ -271,8 +285,17 @@ impl<S> Lane<S> {
         S: Poller<Cx>,
     {
         poller.enter(cx, waker);
-        let new =
-            Resident { name, poller, leaving: false, parked: false, due_ns: None, busy_ns: self.now_ns, worked: false };
+        let served = poller.served();
+        let new = Resident {
+            name,
+            poller,
+            leaving: false,
+            parked: false,
+            due_ns: None,
+            busy_ns: self.now_ns,
+            worked: false,
+            served,
+        };
         let slot = if let Some(free) = self.slots.iter().position(Option::is_none) {
             self.slots[free] = Some(new);
             free
@@ -360,6 +383,22 @@ impl<S> Lane<S> {
         Some((slot, name, poller))
     }
 
+    /// Tells the lookout what the active pollers have served, and at what cost. Parked ones are left out: a lane may
+    /// have thousands, and they serve next to nothing.
+    #[cold]
+    fn read_lookout<Cx: ?Sized>(&mut self, now_ns: u64)
+    where
+        S: Poller<Cx>,
+    {
+        for &slot in &self.active {
+            let resident = resident_mut(&mut self.slots, slot);
+            let served = resident.poller.served();
+            self.served = self.served.wrapping_add(served.wrapping_sub(resident.served));
+            resident.served = served;
+        }
+        self.lookout.read(now_ns, self.served, self.cpu_use);
+    }
+
     /// Runs every active poller once, parks those that have been idle, and returns whether to continue or sleep. Before
     /// a sleep every poller is armed; the next turn disarms the active ones.
     pub fn turn<Cx: ?Sized>(&mut self, cx: &mut Cx, now_ns: u64) -> Idle
@@ -370,6 +409,9 @@ impl<S> Lane<S> {
             self.turns.record(now_ns.saturating_sub(began_ns));
         }
         self.now_ns = now_ns;
+        if self.lookout.wants_reading(now_ns) {
+            self.read_lookout::<Cx>(now_ns);
+        }
         if std::mem::take(&mut self.armed) {
             self.active.iter().for_each(|&slot| resident_mut(&mut self.slots, slot).poller.disarm());
         }

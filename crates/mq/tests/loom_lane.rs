@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use blkyard_mem::{Mailbox, WakeFlag};
-use blkyard_mq::{Idle, IdlePolicy, Lane, LaneWaker, Poller, PollerState, Wake};
+use blkyard_mq::{CpuUse, Idle, IdlePolicy, Lane, LaneWaker, Poller, PollerState, Wake};
 use loom::sync::Notify;
 use loom::sync::atomic::{AtomicBool, fence};
 use loom::thread;
@@ -175,7 +175,7 @@ const STEP_NS: u64 = 10_000_000;
 /// The loop of a lane's thread.
 fn run(end: &End, hand_over: impl Fn(Queue)) {
     let waker = Arc::clone(&end.waker) as Arc<dyn Wake>;
-    let mut lane = Lane::new(IdlePolicy { spin_ns: 0 });
+    let mut lane = Lane::new(IdlePolicy::up_to(0), CpuUse::default);
     let (mut closed, mut now_ns) = (false, 0);
     // Polled eventfds, by slot.
     let mut eventfds: Vec<Option<Arc<Shared>>> = Vec::new();

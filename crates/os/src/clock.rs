@@ -10,9 +10,11 @@
 mod tsc;
 
 use std::cell::Cell;
-use std::io;
+use std::fs::File;
+use std::io::{self, Read};
 use std::time::Instant;
 
+use blkyard_mq::CpuUse;
 use blkyard_sys::{PollFd, TimeSource, wait_until};
 
 /// Nanoseconds of the monotonic clock; only differences mean anything.
@@ -28,6 +30,17 @@ pub fn now_ns() -> u64 {
 /// A system call, about a microsecond under a hypervisor: for windows, not for steps.
 pub fn thread_cpu_ns() -> u64 {
     clock_ns(libc::CLOCK_THREAD_CPUTIME_ID).unwrap_or(0)
+}
+
+/// CPU time of this thread, with the time for which it waited for a CPU by the scheduler's own figures (proc(5),
+/// `schedstat`), if it has any.
+///
+/// Four system calls: for windows, not for steps. No descriptor is kept, since each lane of a daemon would have one.
+pub(crate) fn thread_cpu_use() -> CpuUse {
+    let mut text = [0; 64];
+    let read = File::open("/proc/thread-self/schedstat").and_then(|mut file| file.read(&mut text)).unwrap_or(0);
+    let waited = std::str::from_utf8(&text[..read]).ok().and_then(|text| text.split(' ').nth(1)?.parse().ok());
+    CpuUse { used_ns: thread_cpu_ns(), waited_ns: waited }
 }
 
 /// CPU time of this process, all its threads together, ns.
@@ -161,6 +174,7 @@ impl Scale {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::time::Duration;
 
     #[test]
     fn time_goes_on_and_never_back() {
@@ -168,6 +182,26 @@ mod tests {
         std::thread::sleep(std::time::Duration::from_millis(2));
         assert!(now_ns() - start >= 2_000_000);
         assert_eq!(clock_ns(12_345), None);
+    }
+
+    #[test]
+    fn a_thread_knows_how_long_it_waited_for_its_cpu() {
+        let cpu = rustix::thread::sched_getcpu();
+        let run = move || {
+            let mut only = rustix::thread::CpuSet::new();
+            only.set(cpu);
+            rustix::thread::sched_setaffinity(None, &only).unwrap();
+            let (before, begin) = (thread_cpu_use(), Instant::now());
+            while begin.elapsed() < Duration::from_millis(200) {}
+            let after = thread_cpu_use();
+            (after.used_ns - before.used_ns, after.waited_ns.unwrap() - before.waited_ns.unwrap())
+        };
+        // Two threads that never sleep, on one CPU.
+        let both = [std::thread::spawn(run), std::thread::spawn(run)];
+        for thread in both {
+            let (used_ns, waited_ns) = thread.join().unwrap();
+            assert!(waited_ns > 20_000_000, "ran for {used_ns} ns, waited for {waited_ns}");
+        }
     }
 
     #[test]

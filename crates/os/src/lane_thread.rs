@@ -41,7 +41,7 @@ use std::time::{Duration, Instant};
 use blkyard_mem::{Mailbox, OneshotReceiver, OneshotSender, oneshot};
 use blkyard_mq::{Idle, IdlePolicy, Lane, Poller, Slot, TurnStats, Wake};
 
-use crate::clock::{Clock, clock_ns};
+use crate::clock::{Clock, clock_ns, thread_cpu_use};
 use crate::ring::{Ring, RingConfig, RingCounters, RingError};
 use crate::wake::Waker;
 
@@ -350,7 +350,7 @@ where
                     let _ = told.send(Err(LaneError::Pollers { name: config.name, count: pollers.len(), max }));
                     return;
                 }
-                let lane = Lane::new(config.policy);
+                let lane = Lane::new(config.policy, thread_cpu_use);
                 let view = (Arc::clone(ring.view()), Arc::clone(lane.turns()));
                 let mut turning = Turning { ring, lane, mail, waker: on_thread };
                 pollers.into_iter().enumerate().for_each(|(name, poller)| turning.admit(name as u32, poller));

@@ -15,7 +15,6 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::ops::{Deref, DerefMut};
-use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -57,8 +56,6 @@ pub struct ServedLanes {
     /// Make queues on the NUMA nodes of their lanes.
     nodes: NodeThreads,
     exports: Vec<ExportPlacement>,
-    /// Number of queues made so far.
-    streams: AtomicU32,
 }
 
 /// One export.
@@ -232,18 +229,13 @@ impl ServedLanes {
             ExportPlacement { share: Mutex::new(share), placed: Mutex::new(placed), seen }
         };
         let exports = shares.into_iter().map(place).collect();
-        let (nodes, streams) = (NodeThreads::default(), AtomicU32::new(0));
-        Ok(ServedLanes { lanes: Mutex::new(Lanes::start(count, config)?), nodes, exports, streams })
+        let nodes = NodeThreads::default();
+        Ok(ServedLanes { lanes: Mutex::new(Lanes::start(count, config)?), nodes, exports })
     }
 
     /// The lanes, locked; to be held briefly.
     pub(crate) fn lanes(&self) -> MutexGuard<'_, Lanes<ServedPoller>> {
         lock(&self.lanes)
-    }
-
-    /// Stream number of one more queue, by which schedulers distinguish queues.
-    pub(crate) fn new_stream(&self) -> u32 {
-        self.streams.fetch_add(1, Relaxed).wrapping_add(1)
     }
 
     /// Runs `make` on a thread whose memory is on the NUMA node of this lane, if the lane has one.
@@ -669,18 +661,18 @@ impl ServedLanes {
         }
     }
 
-    /// Sets the maximum busy-polling time of lanes, us.
+    /// Sets how long lanes busy-poll.
     ///
     /// # Errors
     /// A lane has ended by itself, or does not respond.
-    pub fn set_spin_us(&self, spin_us: u64) -> Result<(), LaneError> {
-        let change = self.lanes().set_policy(IdlePolicy { spin_ns: spin_us * 1000 });
+    pub fn set_idle_policy(&self, policy: IdlePolicy) -> Result<(), LaneError> {
+        let change = self.lanes().set_policy(policy);
         change.wait(ANSWER_MAX)
     }
 
-    /// Maximum busy-polling time of lanes, us.
-    pub fn spin_us(&self) -> u64 {
-        self.lanes().config(0).policy.spin_ns / 1000
+    /// How long lanes busy-poll.
+    pub fn idle_policy(&self) -> IdlePolicy {
+        self.lanes().config(0).policy
     }
 
     /// Waits until all queues are retired and the lanes have ended.

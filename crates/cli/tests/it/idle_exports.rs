@@ -4,7 +4,7 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-use crate::common::{Daemon, PATIENCE, program, succeed};
+use crate::common::{Daemon, PATIENCE, Stop, program, succeed};
 use crate::guest::Guest;
 
 const EXPORTS: usize = 24;
@@ -67,12 +67,4 @@ fn idle_exports_answer_beside_a_busy_one() {
     });
     drop((idle, busy));
     daemon.stop();
-}
-
-struct Stop<'a>(&'a AtomicBool);
-
-impl Drop for Stop<'_> {
-    fn drop(&mut self) {
-        self.0.store(true, Relaxed);
-    }
 }

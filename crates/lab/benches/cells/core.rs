@@ -12,7 +12,7 @@ use crate::limits::measure_beside;
 use crate::load::{Load, buffers, info, load_only, null};
 use crate::report::{self, CellReport, Figure};
 use crate::ring::ring;
-use crate::sched::{Queued, deadline, fair, kyber, slices};
+use crate::sched::{Queued, deadline, fair, guest, kyber, slices};
 
 /// A clock such as a lane has.
 pub fn clock() -> impl Fn() -> u64 {
@@ -70,13 +70,15 @@ fn two_queues<R: Round + Send>(plan: WindowPlan, report: &mut CellReport, cell: 
 /// bio to order.
 pub fn scheduler_cells(plan: WindowPlan, report: &mut CellReport) {
     let timeslice = |streams| Queued::new(slices(), streams);
-    let cells: [(&str, fn(u32) -> Queued, u32); 6] = [
+    let cells: [(&str, fn(u32) -> Queued, u32); 8] = [
         ("sched-timeslice-64", timeslice, 64),
         ("sched-timeslice-4096", timeslice, 4096),
         ("sched-deadline-64", deadline, 64),
         ("sched-kyber-64", kyber, 64),
         ("sched-fair-64", fair, 64),
         ("sched-fair-4096", fair, 4096),
+        ("sched-fair-guest-64", |sequences| guest(u64::from(sequences)), 64),
+        ("sched-fair-guest-random", |_| guest(0), 0),
     ];
     for (cell, make, streams) in cells {
         if report.wants(cell) {

@@ -159,8 +159,8 @@ pub fn one_core<C: FnMut() -> u64 + Send>(
     // The control path waits for a queue that turns.
     let lines = std::thread::scope(|scope| {
         let lines = scope.spawn(|| {
-            for (stream, port) in (1..).zip(others) {
-                let virtqueue = DetachedVirtqueue::new(serial, port, share, stream);
+            for port in others {
+                let virtqueue = DetachedVirtqueue::new(serial, port, share);
                 let virtqueue = virtqueue.map_err(|error| error.to_string())?;
                 mover.adopt(virtqueue, PATIENCE).map_err(|(error, _)| error.to_string())?;
             }

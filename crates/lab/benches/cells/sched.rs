@@ -22,6 +22,9 @@ pub struct Queued {
     scheduler: Box<dyn Scheduler>,
     out: Vec<Box<Bio>>,
     places: RandomOffsets,
+    /// Next sector of each sequence; random bios without any.
+    rows: Vec<u64>,
+    row: usize,
     now_ns: u64,
 }
 
@@ -31,7 +34,8 @@ impl Queued {
         let Some(scheduler) = config.build(BATCH, QUEUED, &DeviceInfo::default()) else {
             panic!("{} is no scheduler", config.name())
         };
-        let mut queued = Queued { scheduler, out: Vec::with_capacity(BATCH), places: RandomOffsets::new(), now_ns: 0 };
+        let out = Vec::with_capacity(BATCH);
+        let mut queued = Queued { scheduler, out, places: RandomOffsets::new(), rows: Vec::new(), row: 0, now_ns: 0 };
         for number in 0..QUEUED as u32 {
             let mut bio = Bio::with_capacity(1);
             bio.stream = number % streams + 1;
@@ -42,8 +46,33 @@ impl Queued {
         queued
     }
 
+    /// With the bios of a guest: reads of so many interleaved sequences, or random ones.
+    pub fn of_guest(config: SchedulerConfig, sequences: u64) -> Queued {
+        let mut queued = Queued::new(config, 1);
+        let scheduler = config.build(BATCH, QUEUED, &DeviceInfo::default());
+        let mut bios = Vec::with_capacity(QUEUED);
+        scheduler.map(|new| std::mem::replace(&mut queued.scheduler, new)).iter_mut().for_each(|old| {
+            old.drain(&mut |bio| bios.push(bio));
+        });
+        queued.rows = (0..sequences).map(|row| row * u64::from(BLOCKS) * 8 / sequences).collect();
+        for mut bio in bios {
+            (bio.stream, bio.op) = (0, Op::Read);
+            queued.insert(bio);
+        }
+        queued
+    }
+
     fn insert(&mut self, mut bio: Box<Bio>) {
-        bio.sector = self.places.next(BLOCKS) * 8;
+        bio.sector = match self.rows.get_mut(self.row) {
+            Some(next) => {
+                self.row += 1;
+                std::mem::replace(next, *next + 8)
+            }
+            None => self.places.next(BLOCKS) * 8,
+        };
+        if self.row == self.rows.len() {
+            self.row = 0;
+        }
         self.scheduler.insert(bio, self.now_ns);
     }
 }
@@ -81,6 +110,11 @@ pub fn kyber(streams: u32) -> Queued {
 /// `fair` with its defaults and so many streams: they mix, since completions at once show no seeks.
 pub fn fair(streams: u32) -> Queued {
     Queued::new(SchedulerConfig::Fair(FairConfig::default()), streams)
+}
+
+/// `fair` with its defaults, behind which a guest reads so many sequences, or at random.
+pub fn guest(sequences: u64) -> Queued {
+    Queued::of_guest(SchedulerConfig::Fair(FairConfig::default()), sequences)
 }
 
 /// Slices of 250 µs.

@@ -11,7 +11,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-use blkyard_lab::floor::STORE_BYTES;
+use blkyard_lab::floor::{STORE_BYTES, cpus};
 use tempfile::TempDir;
 
 /// Busy-polling of a server before it sleeps: longer than any round trip here, and than our daemon's default of 50.
@@ -43,6 +43,14 @@ impl CellStore {
     }
 }
 
+/// Place of a file.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum CellFile {
+    /// The folder of temporary files; opened with `O_DIRECT`.
+    Disk,
+    Tmpfs,
+}
+
 /// Server program.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Who {
@@ -71,15 +79,21 @@ impl CellFolder {
         self.folder.path().join(COUNT.fetch_add(1, Relaxed).to_string())
     }
 
-    /// A file of the size of all stores, every page of it there.
+    /// A file on tmpfs of the size of all stores, every page of it there.
     fn file(&self, who: Who) -> Result<PathBuf, String> {
+        self.file_in(CellFile::Tmpfs, who)
+    }
+
+    fn file_in(&self, place: CellFile, who: Who) -> Result<PathBuf, String> {
+        let folder = if place == CellFile::Tmpfs { &self.shm } else { &self.folder };
         // Separate images: each is locked by its server.
-        let path = self.shm.path().join(if who == Who::Ours { "ours" } else { "theirs" });
+        let path = folder.path().join(if who == Who::Ours { "ours" } else { "theirs" });
         if !path.exists() {
             let chunk: Vec<u8> = (0..1 << 20).map(|i: u32| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
             let failed = |error| format!("{}: {error}", path.display());
             let mut file = File::create(&path).map_err(failed)?;
             (0..STORE_BYTES >> 20).try_for_each(|_| file.write_all(&chunk)).map_err(failed)?;
+            file.sync_all().map_err(failed)?;
         }
         Ok(path)
     }
@@ -143,6 +157,33 @@ impl ListeningServer {
             command.args(["--spin-us", &spin_us.to_string()]);
         }
         command.args(["--export", &format!("vhost-user-blk:{}?queues={queues}", socket.display())]);
+        ListeningServer::run(&mut command, &socket)
+    }
+
+    /// Starts our daemon as users do, with these options on all CPUs, and one export that ends in `export`.
+    pub fn usual(ground: &CellFolder, device: &str, export: &str, options: &[&str]) -> Result<ListeningServer, String> {
+        let (mut command, socket) = (everywhere(), ground.socket());
+        command.arg(program()?).args(["serve", "--control", "none", "--device", device]).args(options);
+        command.args(["--export", &format!("vhost-user-blk:{}{export}", socket.display())]);
+        ListeningServer::run(&mut command, &socket)
+    }
+
+    /// Starts a server of a file with its defaults.
+    pub fn usual_file(ground: &CellFolder, who: Who, place: CellFile) -> Result<ListeningServer, String> {
+        let file = ground.file_in(place, who)?;
+        let is_direct = place == CellFile::Disk;
+        if who == Who::Ours {
+            let direct = if is_direct { "?direct=on" } else { "" };
+            return ListeningServer::usual(ground, &format!("file:{}{direct}", file.display()), "", &[]);
+        }
+        let (mut command, socket) = (everywhere(), ground.socket());
+        let direct = if is_direct { ",cache.direct=on" } else { "" };
+        command.arg(std::env::var("BLKYARD_QSD").map_err(|_| NO_QSD)?);
+        command.args(["--blockdev", &format!("driver=file,filename={}{direct},node-name=disk", file.display())]);
+        command.arg("--export").arg(format!(
+            "vhost-user-blk,id=export,node-name=disk,writable=on,addr.type=unix,addr.path={}",
+            socket.display()
+        ));
         ListeningServer::run(&mut command, &socket)
     }
 
@@ -268,7 +309,7 @@ impl ListeningServer {
 }
 
 /// The program `blkyard`.
-fn program() -> Result<String, String> {
+pub fn program() -> Result<String, String> {
     std::env::var("BLKYARD_PROGRAM").map_err(|_| NO_PROGRAM.into())
 }
 
@@ -279,6 +320,14 @@ fn on(cpu: Option<u32>) -> Command {
     if let Some(cpu) = cpu {
         command.args(["taskset", "-c", &cpu.to_string()]);
     }
+    command
+}
+
+/// As [`on`] all CPUs, also for one who is pinned.
+pub fn everywhere() -> Command {
+    let mut command = on(None);
+    let cpus: Vec<_> = cpus().iter().map(ToString::to_string).collect();
+    command.args(["taskset", "-c", &cpus.join(",")]);
     command
 }
 

@@ -246,7 +246,7 @@ fn spawn_own(
             name: format!("bench-{number}"),
             cpus: pinned.then(|| vec![cpus[number]]),
             node: pinned.then(|| node_of(&places, &[cpus[number]])).flatten(),
-            policy: IdlePolicy { spin_ns: args.spin_us.saturating_mul(1000) },
+            policy: IdlePolicy::up_to(args.spin_us.saturating_mul(1000)),
             ring: RingConfig { registers_memory: plan.is_registered, ..RingConfig::default() },
         };
         let buffer = job.register()?;

@@ -81,6 +81,12 @@ impl BenchReport {
         (self.cpu.user_ns as f64 * 100.0 / whole, self.cpu.system_ns as f64 * 100.0 / whole)
     }
 
+    /// Share of the run's time in which a job slept, or waited for a CPU, percent.
+    pub(crate) fn idle_percent(&self) -> f64 {
+        let (user, system) = self.cpu_percent();
+        (100.0 - (user + system) / self.jobs.max(1) as f64).max(0.0)
+    }
+
     /// Share of the I/Os that were submitted at each depth, percent.
     pub(crate) fn depth_percent(&self) -> [f64; DEPTHS] {
         let all: u64 = self.summary.depths.iter().sum();
@@ -151,6 +157,7 @@ pub(crate) fn options(args: &BenchArgs, plan: &BenchPlan) -> BTreeMap<&'static s
         ("poll_queues", (plan.queues.poll > 0).then(|| plan.queues.poll.to_string())),
         ("hipri", plan.polled.then(|| "1".into())),
         ("verify", plan.verify.then(|| "crc32c".into())),
+        ("spin_us", (args.spin_us > 0).then(|| args.spin_us.to_string())),
         ("fsync", (plan.fsync > 0).then(|| plan.fsync.to_string())),
         ("iodepth_batch", (plan.batch > 1).then(|| plan.batch.to_string())),
     ];

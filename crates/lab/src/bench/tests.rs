@@ -43,6 +43,16 @@ fn without_a_time_each_block_is_done_once() {
 }
 
 #[test]
+fn jobs_that_slept_are_told_how_to_look_instead() {
+    let slow = "null:4G?latency_us=20000";
+    let report = |line| super::text::text(&bench(slow, line));
+    let asleep = report("--rw randread --runtime 200ms");
+    assert!(asleep.contains("% of the run; with --spin_us 200 they would look"), "{asleep}");
+    let awake = report("--rw randread --runtime 200ms --spin_us 100000");
+    assert!(!awake.contains("--spin_us"), "{awake}");
+}
+
+#[test]
 fn the_report_has_the_keys_of_fio() {
     // So many I/Os and not so long: on a machine without a CPU to spare, a time holds too few for the mix, and for
     // ticks of CPU time.

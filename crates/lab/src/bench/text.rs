@@ -28,6 +28,11 @@ pub(crate) fn text(report: &BenchReport) -> String {
         ns => format!("{ns:.0} ns per I/O"),
     };
     let _ = writeln!(out, "  cpu          : usr={user:.2}%, sys={system:.2}%, {per_io}");
+    let idle = report.idle_percent();
+    if idle > 50.0 && report.ios() > 0 && !report.options.contains_key("spin_us") {
+        let hint = "with --spin_us 200 they would look for completions";
+        let _ = writeln!(out, "  idle         : jobs slept for {idle:.0}% of the run; {hint}");
+    }
     let depths = report.depth_percent();
     let levels: Vec<_> =
         DEPTH_NAMES.iter().zip(depths).map(|(level, percent)| format!("{level}={percent:.1}%")).collect();

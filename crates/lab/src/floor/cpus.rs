@@ -11,7 +11,7 @@ use rustix::thread::{CpuSet, sched_setaffinity};
 use super::windows::{Round, Variant, for_a_window};
 
 /// The CPUs this process could use before anything was pinned.
-fn cpus() -> &'static [u32] {
+pub fn cpus() -> &'static [u32] {
     static CPUS: OnceLock<Vec<u32>> = OnceLock::new();
     CPUS.get_or_init(|| cpu_places().iter().map(|place| place.cpu).collect())
 }

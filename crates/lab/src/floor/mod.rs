@@ -20,7 +20,7 @@ use self::sockets::AnswerForm;
 use self::system::{CopyOrder, From};
 use crate::Console;
 
-pub use self::cpus::{led, partner_cpu, pin, together};
+pub use self::cpus::{cpus, led, partner_cpu, pin, together};
 pub use self::mock::{Mock, Stamps};
 pub use self::system::{STORE_BYTES, touched};
 pub use self::windows::{Round, Samples, Variant, WindowPlan, measure, variant};

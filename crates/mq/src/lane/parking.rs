@@ -30,7 +30,7 @@ const DUE_MAX: usize = 4;
 pub(super) type DueRound = Reverse<(u64, Slot)>;
 
 pub(super) fn park_ns(policy: IdlePolicy) -> u64 {
-    policy.spin_ns.clamp(*PARK_NS.start(), *PARK_NS.end())
+    policy.longest_ns().clamp(*PARK_NS.start(), *PARK_NS.end())
 }
 
 impl<S> Lane<S> {

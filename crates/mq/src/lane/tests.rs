@@ -61,7 +61,7 @@ fn waker() -> Arc<dyn Wake> {
 }
 
 fn lane(pollers: Vec<Fake>, spin_ns: u64) -> Lane<Fake> {
-    let mut lane = Lane::new(IdlePolicy { spin_ns });
+    let mut lane = Lane::new(IdlePolicy::up_to(spin_ns), CpuUse::default);
     for (name, poller) in pollers.into_iter().enumerate() {
         lane.admit(&mut (), &waker(), name as u32, poller);
     }

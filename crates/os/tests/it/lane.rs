@@ -19,7 +19,7 @@ use crate::common::{bio, folders, image, open, pattern};
 const PATIENCE: Duration = Duration::from_mins(1);
 
 fn config(name: &str, spin_ns: u64) -> LaneConfig {
-    LaneConfig { name: name.into(), policy: IdlePolicy { spin_ns }, ..LaneConfig::default() }
+    LaneConfig { name: name.into(), policy: IdlePolicy::up_to(spin_ns), ..LaneConfig::default() }
 }
 
 /// Counts as far as requested; the request is found by polling, or announced by an eventfd.

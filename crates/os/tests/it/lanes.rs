@@ -17,7 +17,7 @@ use crate::common::{folders, image, open};
 const PATIENCE: Duration = Duration::from_secs(30);
 
 fn lane(number: usize) -> LaneConfig {
-    LaneConfig { name: format!("lane{number}"), policy: IdlePolicy { spin_ns: 5_000 }, ..LaneConfig::default() }
+    LaneConfig { name: format!("lane{number}"), policy: IdlePolicy::up_to(5_000), ..LaneConfig::default() }
 }
 
 fn until(what: &str, mut holds: impl FnMut() -> bool) {
@@ -202,7 +202,7 @@ impl Ringer {
 
 /// Two lanes with one poller.
 fn ringing(shared: &Arc<Shared>, restless: &Arc<AtomicBool>) -> Lanes<Ringer> {
-    let mut lanes = Lanes::start(2, |number| LaneConfig { policy: IdlePolicy { spin_ns: 0 }, ..lane(number) }).unwrap();
+    let mut lanes = Lanes::start(2, |number| LaneConfig { policy: IdlePolicy::up_to(0), ..lane(number) }).unwrap();
     let (shared, restless) = (Arc::clone(shared), Arc::clone(restless));
     lanes.admit(0, move || Ringer::new(&shared, &restless)).unwrap();
     lanes
@@ -310,16 +310,16 @@ fn how_long_lanes_look_for_work_changes_while_they_run() {
     let shared = Shared::new();
     let mut lanes = ringing(&shared, &Arc::default());
     until("the lane sleeps", || shared.eventfd_wanted.load(SeqCst));
-    lanes.set_policy(IdlePolicy { spin_ns: u64::MAX }).wait(PATIENCE).unwrap();
+    lanes.set_policy(IdlePolicy::up_to(u64::MAX)).wait(PATIENCE).unwrap();
     for n in 1..50 {
         shared.asked.store(n, SeqCst);
         shared.await_answer(n);
         std::thread::sleep(Duration::from_millis(1));
     }
-    lanes.set_policy(IdlePolicy { spin_ns: 0 }).wait(PATIENCE).unwrap();
+    lanes.set_policy(IdlePolicy::up_to(0)).wait(PATIENCE).unwrap();
     until("the lane sleeps again", || shared.eventfd_wanted.load(SeqCst));
     // One that is started later knows of it.
-    lanes.set_policy(IdlePolicy { spin_ns: u64::MAX }).wait(PATIENCE).unwrap();
+    lanes.set_policy(IdlePolicy::up_to(u64::MAX)).wait(PATIENCE).unwrap();
     lanes.deal(4, |_| 3).unwrap();
     for n in 50..100 {
         shared.asked.store(n, SeqCst);
@@ -382,7 +382,7 @@ fn lane_that_is_held_up_is_waited_for_as_long_as_was_said() {
         assert!(matches!(error, LaneError::Unresponsive { .. }), "{error}");
         assert!(error.to_string().contains("lane lane0: it did not respond"), "{error}");
     };
-    is_held_up(lanes.set_policy(IdlePolicy { spin_ns: 0 }).wait(limit).unwrap_err());
+    is_held_up(lanes.set_policy(IdlePolicy::up_to(0)).wait(limit).unwrap_err());
     is_held_up(lanes.admit(0, ringer(&late)).unwrap_err());
     assert_eq!(Arc::strong_count(&late), 1, "it is not on its way any more");
     is_held_up(lanes.remove(0).err().unwrap());

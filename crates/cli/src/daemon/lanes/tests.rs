@@ -71,7 +71,7 @@ fn hardware_queues_are_made_on_the_node_of_their_lane() {
 
 fn virtqueue(port: VirtqueuePort) -> DetachedClient {
     let share = QueueShare { bios: 8, depth: 8, devices: 1 };
-    ByProtocol::VhostUser(DetachedVirtqueue::new(SerialId::new("x").unwrap(), port, share, 0).unwrap())
+    ByProtocol::VhostUser(DetachedVirtqueue::new(SerialId::new("x").unwrap(), port, share).unwrap())
 }
 
 /// Serves queues of the first export on demand, and closes them with a delay.

@@ -1,0 +1,73 @@
+//! `asleep-*`: a daemon with its defaults and clients that sleep until their I/O has completed, as guests do and
+//! `blkyard bench` does by default.
+//!
+//! `asleep-null-qdD` and `asleep-ram-qdD` are I/Os a second of 4 KiB reads from one client; the baseline is the best of
+//! four daemons with a fixed `--spin-us`. `-cpu` is the daemon's CPU time for an I/O, beside that of the same best one.
+//! `asleep-crowd-*` has four jobs and four lanes, more threads than a small machine has CPUs; there the baseline is the
+//! daemon that never looks for work. Every program may use all CPUs; the daemons are asked in turn.
+
+use blkyard_lab::floor::{STORE_BYTES, Samples};
+
+use crate::clients::usual_bench;
+use crate::report::{self, CellReport, Figure};
+use crate::servers::{CellFolder, CellStore, ListeningServer};
+
+const DEPTHS: [usize; 3] = [1, 8, 32];
+/// Options of the daemons: the one that is measured, and those it is compared with.
+const ALONE: [&[&str]; 5] =
+    [&[], &["--spin-us", "0"], &["--spin-us", "50"], &["--spin-us", "200"], &["--spin-us", "1000"]];
+const CROWD: [&[&str]; 2] = [&["--lanes", "4"], &["--lanes", "4", "--spin-us", "0"]];
+const CROWD_JOBS: usize = 4;
+
+/// I/Os a second, and CPU time of the daemon for an I/O, ns.
+type Figures = [Samples; 2];
+
+pub fn asleep_cells(quick: bool, report: &mut CellReport) {
+    let (seconds, runs) = if quick { (0.5, 3) } else { (1.0, 9) };
+    for store in [CellStore::Null, CellStore::Ram] {
+        for (way, jobs, daemons) in [("", 1, &ALONE[..]), ("crowd-", CROWD_JOBS, &CROWD[..])] {
+            for depth in DEPTHS {
+                let name = format!("asleep-{way}{}-qd{depth}", store.name());
+                if !report.wants(&name) {
+                    continue;
+                }
+                match measure(store, daemons, jobs, depth, seconds, runs) {
+                    Ok(figures) => add(&name, &figures, report),
+                    Err(why) => report::skip(&name, &why),
+                }
+            }
+        }
+    }
+}
+
+fn add(name: &str, figures: &[Figures], report: &mut CellReport) {
+    let Some((usual, others)) = figures.split_first() else { return };
+    let of = |figures: &Figures| figures.each_ref().map(|samples| samples.percentile(50.0));
+    let Some([best, its_cpu]) = others.iter().map(of).max_by(|one, other| one[0].total_cmp(&other[0])) else { return };
+    report.add(Figure::median(name, "iops", &usual[0]).beside(Some(best)));
+    report.add(Figure::median(&format!("{name}-cpu"), "ns", &usual[1]).beside(Some(its_cpu)));
+}
+
+fn measure(
+    store: CellStore,
+    daemons: &[&[&str]],
+    jobs: usize,
+    depth: usize,
+    seconds: f64,
+    runs: usize,
+) -> Result<Vec<Figures>, String> {
+    let ground = CellFolder::new()?;
+    let (device, export) = (format!("{}:{STORE_BYTES}", store.name()), format!("?queues={jobs}"));
+    let start = |options: &&[&str]| ListeningServer::usual(&ground, &device, &export, options);
+    let servers = daemons.iter().map(start).collect::<Result<Vec<_>, _>>()?;
+    let mut figures = vec![Figures::default(); daemons.len()];
+    for _ in 0..runs {
+        for (server, [rate, cost]) in servers.iter().zip(&mut figures) {
+            let before_ns = server.cpu_ns()?;
+            let iops = usual_bench(seconds, &server.socket, depth, jobs)?;
+            rate.push(iops);
+            cost.push((server.cpu_ns()? - before_ns) as f64 / (iops * seconds));
+        }
+    }
+    Ok(figures)
+}
