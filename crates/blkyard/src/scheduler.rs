@@ -3,7 +3,7 @@
 
 use blkyard_mq::{
     DeadlineConfig, FAIR_WEIGHTS_MAX, FairConfig, FairDevice, KyberConfig, SchedulerConfig, SliceKey, SliceOrder,
-    TimesliceConfig,
+    StreamKey, TimesliceConfig,
 };
 
 use crate::spec::{Spec, SpecError};
@@ -104,6 +104,8 @@ impl Options<'_> {
         self.switch("drain", &mut config.drain)?;
         let devices = [("measured", FairDevice::Measured), ("seeks", FairDevice::Seeks), ("flat", FairDevice::Flat)];
         self.word("device", &devices, &mut config.device)?;
+        let keys = [("sequence", StreamKey::Sequence), ("queue", StreamKey::Queue), ("export", StreamKey::Export)];
+        self.word("stream", &keys, &mut config.stream)?;
         self.number("in_flight_kib", 0, u32::MAX.into(), &mut config.in_flight_kib)?;
         self.switch("per_queue", &mut config.per_queue)?;
         let wanted =
@@ -242,8 +244,8 @@ mod tests {
                 "scheduler=kyber&read_target_us=1&write_target_us=2&discard_target_us=3",
                 "scheduler=timeslice&slice_us=1&extensions=2&idle_us=slice&tick_us=4&key=queue&order=lowest&drain=on",
                 "scheduler=timeslice&idle_us=5",
-                "scheduler=fair&slice_ms=1&target_ms=2&idle_ms=3&async_percent=4&drain=off&device=flat&in_flight_kib=5&per_queue=on&weights=3:200+7:10",
-                "scheduler=fair&device=seeks",
+                "scheduler=fair&slice_ms=1&target_ms=2&idle_ms=3&async_percent=4&drain=off&device=flat&stream=queue&in_flight_kib=5&per_queue=on&weights=3:200+7:10",
+                "scheduler=fair&device=seeks&stream=export",
                 "scheduler=fair",
             ] {
                 let config = taken(&format!("ram:1M?{wanted}"), SchedulerConfig::None).unwrap().unwrap();

@@ -37,7 +37,7 @@ use load::{Load, buffers, load_only, null};
 use nvme::pair;
 use registered::sized;
 use ring::ring;
-use sched::{Queued, deadline, fair, kyber, slices};
+use sched::{Queued, deadline, fair, guest, kyber, slices};
 
 /// Each case, by the name of its cell or path.
 const CASES: &[(&str, fn() -> Box<dyn Round>)] = &[
@@ -51,6 +51,8 @@ const CASES: &[(&str, fn() -> Box<dyn Round>)] = &[
     ("sched-deadline-64", || Box::new(deadline(64))),
     ("sched-fair-64", || Box::new(fair(64))),
     ("sched-fair-4096", || Box::new(fair(4096))),
+    ("sched-fair-guest-64", || Box::new(guest(64))),
+    ("sched-fair-guest-random", || Box::new(guest(0))),
     ("sched-kyber-64", || Box::new(kyber(64))),
     ("sched-timeslice-64", || Box::new(Queued::new(slices(), 64))),
     ("sched-timeslice-4096", || Box::new(Queued::new(slices(), 4096))),

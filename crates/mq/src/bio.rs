@@ -116,12 +116,11 @@ pub struct Bio {
     pub status: Status,
     /// Steps of its flush sequence that are still to come.
     pub(crate) steps: FlushSteps,
-    /// Stream, for schedulers: a thread, a connection, a guest's queue. Zero if unset; a shared queue then sets the
-    /// thread's number. Equal numbers are one stream.
+    /// Submitter, for schedulers: a thread, a job. Equal numbers are one stream. Zero if unknown, as behind a guest's
+    /// kernel: `fair` then recognises sequences. A shared queue sets the number of the thread in its place.
     pub stream: u32,
-    /// How long it waited for its turn, microseconds; the largest number for anything longer. Kept by schedulers that
-    /// need it.
-    pub(crate) waited_us: u32,
+    /// Kept by the scheduler that dispatched it.
+    pub(crate) scheduler_word: u32,
     /// Generation of the scheduler that dispatched it, while it is in flight; zero for none. See `hw/scheduled.rs`.
     pub(crate) ticket: u16,
     /// How urgent it is beside others.

@@ -17,6 +17,7 @@ mod deadline;
 mod fair;
 mod kyber;
 mod orders;
+mod sequences;
 mod slots;
 mod streams;
 #[cfg(test)]
@@ -26,7 +27,7 @@ mod timeslice;
 use std::fmt;
 
 pub use self::deadline::DeadlineConfig;
-pub use self::fair::{FAIR_WEIGHTS_MAX, FairConfig, FairDevice, SharedDepth};
+pub use self::fair::{FAIR_WEIGHTS_MAX, FairConfig, FairDevice, SharedDepth, StreamKey};
 pub use self::kyber::KyberConfig;
 pub use self::timeslice::{SliceKey, SliceOrder, TimesliceConfig};
 use crate::{Bio, DeviceInfo};

@@ -311,6 +311,11 @@ impl HwStats {
         op.record(latency_ns, ios);
     }
 
+    /// I/Os completed so far, of all kinds, wrapping.
+    pub fn ios(&self) -> u64 {
+        self.ops.iter().fold(0, |sum, op| sum.wrapping_add(op.ios.load(Relaxed)))
+    }
+
     /// Counts a request whose bios are counted separately.
     pub(crate) fn request(&self, class: OpClass, bytes: u64) {
         let op = &self.ops[class as usize];

@@ -1,7 +1,8 @@
 //! `fair`: streams share a device by the time they take of it.
 //!
-//! A stream is a submitter with one priority class. Asynchronous writes are one stream for each class, whatever their
-//! submitter. The way of sharing depends on the device:
+//! A stream is a submitter with one priority class, or a [sequence](super::sequences) where the submitter is unknown;
+//! what belongs to no sequence is one stream. The asynchronous writes of a submitter are another stream. The way of
+//! sharing depends on the device:
 //!
 //! | | with seeks | without |
 //! |---|---|---|
@@ -37,6 +38,7 @@ use self::room::Room;
 use self::shared::DepthShare;
 pub use self::shared::SharedDepth;
 use self::turn::ActiveTurn;
+use super::sequences::Sequences;
 use super::slots::{List, Slots};
 use super::streams::Streams;
 use super::{Reach, Scheduler, SchedulerSnapshot, Selected, join_from};
@@ -85,6 +87,18 @@ pub enum FairDevice {
     Flat,
 }
 
+/// What makes a stream.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum StreamKey {
+    /// The submitter; where that is unknown, the sequence that a bio belongs to, if any.
+    #[default]
+    Sequence,
+    /// The client queue or thread through which it came: [`Bio::submitter`].
+    Queue,
+    /// All bios of a submitter, those of an unknown one together: all of an export.
+    Export,
+}
+
 /// Options of `fair`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FairConfig {
@@ -101,12 +115,14 @@ pub struct FairConfig {
     pub drain: bool,
     /// Kind of device.
     pub device: FairDevice,
+    /// What makes a stream.
+    pub stream: StreamKey,
     /// Bytes in flight of all queues of a device without seeks that several streams share, KiB, plus 8 for each bio; 0
     /// for the measured amount.
     pub in_flight_kib: u32,
     /// Whether each queue of the device has its own depth and ignores the others.
     pub per_queue: bool,
-    /// Weights of streams, by their numbers, 10 to 1000; all others have 100. Those of weight zero are no entries.
+    /// Weights of submitters, by their numbers, 10 to 1000; all others have 100. Those of weight zero are no entries.
     pub weights: [(u32, u16); FAIR_WEIGHTS_MAX],
 }
 
@@ -122,6 +138,7 @@ impl Default for FairConfig {
             async_percent: 40,
             drain: true,
             device: FairDevice::default(),
+            stream: StreamKey::default(),
             in_flight_kib: 0,
             per_queue: false,
             weights: [(0, 0); FAIR_WEIGHTS_MAX],
@@ -162,6 +179,7 @@ pub(crate) struct Fair {
     config: FairConfig,
     slots: Slots,
     streams: Streams<FairStream>,
+    sequences: Sequences,
     device: DeviceEstimate,
     /// How much of the device is used, by all its queues.
     depth: DepthShare,
@@ -194,20 +212,19 @@ pub(crate) struct Fair {
     weight: u64,
 }
 
-/// Key of a stream: its number and class; for asynchronous writes and the random streams of a class, the class only.
-fn key(bio: &Bio) -> u64 {
-    let class = (bio.priority as u64) << 32;
-    if bio.is_sync() { class | u64::from(bio.stream) } else { class | ASYNC_KEY }
-}
-
 /// Charge of a bio in the depth of a device.
 #[inline]
 fn cost(bio: &Bio) -> u64 {
     PRICE as u64 + bio.moves_bytes()
 }
 
+/// Marks in the key of a stream, beside its class and its number: asynchronous writes of a submitter, the random
+/// streams of a class, and a sequence.
 const ASYNC_KEY: u64 = 1 << 40;
 const CROWD_KEY: u64 = 1 << 41;
+const SEQUENCE_KEY: u64 = 1 << 42;
+/// Mark in the key of a sequence's submitter: its bios are writes.
+const WRITE_KEY: u64 = 1 << 43;
 
 impl Fair {
     /// For a queue of `bios_max` bios, of this device.
@@ -228,6 +245,7 @@ impl Fair {
             config,
             slots: Slots::new(bios_max),
             streams,
+            sequences: Sequences::new(),
             device: DeviceEstimate::new(seeks),
             depth: if config.per_queue { SharedDepth::default() } else { info.depth.clone() }
                 .join(config.in_flight_kib),
@@ -249,8 +267,14 @@ impl Fair {
         }
     }
 
-    fn weight_of(&self, stream: u32) -> u32 {
-        let entry = self.config.weights.iter().find(|(number, weight)| *number == stream && *weight > 0);
+    /// Number of a bio's submitter.
+    #[inline]
+    fn number_of(&self, bio: &Bio) -> u32 {
+        if self.config.stream == StreamKey::Queue { u32::from(bio.submitter) } else { bio.stream }
+    }
+
+    fn weight_of(&self, submitter: u32) -> u32 {
+        let entry = self.config.weights.iter().find(|(number, weight)| *number == submitter && *weight > 0);
         entry.map_or(WEIGHT, |(_, weight)| u32::from((*weight).clamp(10, 1000)))
     }
 
@@ -263,14 +287,34 @@ impl Fair {
         self.turn.as_ref().is_some_and(|turn| turn.who == at)
     }
 
+    /// Key of a bio's stream: class, number and marks.
+    #[inline]
+    fn key(&mut self, bio: &Bio, now_ns: u64) -> u64 {
+        let class = (bio.priority as u64) << 32;
+        let number = self.number_of(bio);
+        let key = class | u64::from(number);
+        if !bio.is_sync() {
+            return key | ASYNC_KEY;
+        }
+        if number > 0 || self.config.stream != StreamKey::Sequence || bio.sectors == 0 {
+            return key;
+        }
+        let submitter = if bio.op == Op::Read { key } else { key | WRITE_KEY };
+        let sequence = self.sequences.find(submitter, bio.sector, bio.end(), now_ns);
+        sequence.map_or(key, |number| class | SEQUENCE_KEY | u64::from(number))
+    }
+
     /// Slot of a bio's stream.
-    fn find_stream(&mut self, bio: &Bio) -> u32 {
-        let at = self.streams.find_or_add(key(bio));
+    #[inline]
+    fn find_stream(&mut self, bio: &Bio, now_ns: u64) -> u32 {
+        let key = self.key(bio, now_ns);
+        let at = self.streams.find_or_add(key);
         if self.streams.get(at).share.weight == 0 {
-            let sync = bio.is_sync();
-            let weight = if sync { self.weight_of(bio.stream) } else { self.config.async_percent.clamp(1, WEIGHT) };
+            let (sync, weight) = (bio.is_sync(), self.weight_of(self.number_of(bio)));
+            let percent = if sync { 100 } else { self.config.async_percent };
             let stream = self.streams.get_mut(at);
-            (stream.class, stream.sync, stream.share.weight) = (bio.priority as u8, sync, weight);
+            (stream.class, stream.sync) = (bio.priority as u8, sync);
+            stream.share.weight = (weight * percent / 100).max(1);
         }
         at
     }
@@ -465,8 +509,9 @@ impl Fair {
 }
 
 impl Scheduler for Fair {
-    fn insert(&mut self, bio: Box<Bio>, now_ns: u64) {
-        let at = self.find_stream(&bio);
+    fn insert(&mut self, mut bio: Box<Bio>, now_ns: u64) {
+        let at = self.find_stream(&bio, now_ns);
+        bio.scheduler_word = at;
         let is_owner = self.is_owner(at);
         let stream = self.streams.get_mut(at);
         let class = usize::from(stream.class);
@@ -527,8 +572,8 @@ impl Scheduler for Fair {
     }
 
     fn ended(&mut self, bio: &Bio, start_ns: u64, now_ns: u64) {
-        // The stream is known while a request of it is in flight.
-        let Some(at) = self.streams.find(key(bio)) else { return };
+        // The stream keeps its slot while a request of it is in flight.
+        let at = bio.scheduler_word;
         let stream = self.streams.get_mut(at);
         stream.in_flight -= 1;
         stream.history.ended(now_ns);
@@ -564,10 +609,16 @@ impl Scheduler for Fair {
             async_percent,
             drain,
             device,
+            stream,
             in_flight_kib,
             per_queue,
             weights,
         } = self.config;
+        let stream = match stream {
+            StreamKey::Sequence => "sequence",
+            StreamKey::Queue => "queue",
+            StreamKey::Export => "export",
+        };
         let device = match device {
             FairDevice::Measured => "measured",
             FairDevice::Seeks => "seeks",
@@ -583,6 +634,7 @@ impl Scheduler for Fair {
             ("async_percent", async_percent.to_string()),
             ("drain", on_off(drain)),
             ("device", device.into()),
+            ("stream", stream.into()),
             ("in_flight_kib", in_flight_kib.to_string()),
             ("per_queue", on_off(per_queue)),
             ("weights", given.join("+")),
@@ -594,12 +646,14 @@ impl Scheduler for Fair {
             ("in_flight", self.in_flight() as u64),
         ];
         if let Some(turn) = &self.turn {
-            // The random streams of a class have no number.
-            let stream = self.streams.stream(turn.who);
-            facts.push(if stream < ASYNC_KEY {
-                ("owner", stream & u64::from(u32::MAX))
-            } else {
-                ("owner_class", stream >> 32 & 3)
+            let key = self.streams.stream(turn.who);
+            let number = key & u64::from(u32::MAX);
+            facts.push(match key {
+                // The random streams of a class have no number.
+                key if key & CROWD_KEY > 0 => ("owner_class", key >> 32 & 3),
+                key if key & ASYNC_KEY > 0 => ("owner_writes", number),
+                key if key & SEQUENCE_KEY > 0 => ("owner_sequence", number),
+                _ => ("owner", number),
             });
             facts.push(("turn_ns", now_ns.saturating_sub(turn.since_ns)));
         }

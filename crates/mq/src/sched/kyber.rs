@@ -181,7 +181,7 @@ impl Kyber {
 
     fn hand_out(&mut self, domain: usize, mut bio: Box<Bio>, since_ns: u64, now_ns: u64) -> Box<Bio> {
         self.domains[domain].out += 1;
-        bio.waited_us = (now_ns.saturating_sub(since_ns) / 1000).try_into().unwrap_or(u32::MAX);
+        bio.scheduler_word = (now_ns.saturating_sub(since_ns) / 1000).try_into().unwrap_or(u32::MAX);
         bio
     }
 }
@@ -225,7 +225,7 @@ impl Scheduler for Kyber {
         if let Some(target_ns) = target_ns {
             let io_ns = now_ns.saturating_sub(start_ns);
             domain.io.count(io_ns, target_ns);
-            domain.whole.count(io_ns.saturating_add(u64::from(bio.waited_us) * 1000), target_ns);
+            domain.whole.count(io_ns.saturating_add(u64::from(bio.scheduler_word) * 1000), target_ns);
             let ends_ns = *self.window_ends_ns.get_or_insert(now_ns.saturating_add(WINDOW_NS));
             if now_ns >= ends_ns {
                 self.window_ends_ns = None;

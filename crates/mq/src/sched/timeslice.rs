@@ -110,6 +110,9 @@ impl TimesliceConfig {
     }
 }
 
+/// Mark in the key of a stream whose submitter is unknown, beside the number of its queue.
+const UNKNOWN_KEY: u64 = 1 << 32;
+
 /// A stream with its bios.
 #[derive(Clone, Copy, Debug, Default)]
 struct TimesliceStream {
@@ -197,7 +200,9 @@ impl Timeslice {
     #[inline]
     fn key(&self, bio: &Bio) -> u64 {
         match self.config.key {
-            SliceKey::Stream => bio.stream.into(),
+            // Of an unknown submitter only the queue is known.
+            SliceKey::Stream if bio.stream > 0 => bio.stream.into(),
+            SliceKey::Stream => UNKNOWN_KEY | u64::from(bio.submitter),
             SliceKey::Queue => bio.submitter.into(),
         }
     }

@@ -8,8 +8,8 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use blkyard_mq::{
-    Batch, Bio, Cid, Cids, DeviceInfo, Done, Driver, HwQueue, HwQueueConfig, IdlePolicy, Lane, Op, Poller, PollerState,
-    QueueLimits, Region, RegionTable, Segment, Status, Wake,
+    Batch, Bio, Cid, Cids, CpuUse, DeviceInfo, Done, Driver, HwQueue, HwQueueConfig, IdlePolicy, Lane, Op, Poller,
+    PollerState, QueueLimits, Region, RegionTable, Segment, Status, Wake,
 };
 use proptest::prelude::*;
 
@@ -203,7 +203,8 @@ struct World {
 
 impl World {
     fn new() -> World {
-        let lanes = (0..LANES).map(|_| (Lane::new(IdlePolicy::default()), SharedRing::default())).collect();
+        let lanes =
+            (0..LANES).map(|_| (Lane::new(IdlePolicy::default(), CpuUse::default), SharedRing::default())).collect();
         let pollers: Vec<_> = (0..POLLERS).map(|poller| (poller, Feeder::new(poller))).collect();
         let outside = pollers.iter().map(|(_, feeder)| Rc::clone(&feeder.outside)).collect();
         let mut world = World {

@@ -5,7 +5,7 @@ mod world;
 use proptest::prelude::*;
 
 use super::{Hand, MS, bio, read, with, write};
-use crate::sched::{FAIR_WEIGHTS_MAX, FairConfig, FairDevice, SchedulerConfig};
+use crate::sched::{FAIR_WEIGHTS_MAX, FairConfig, FairDevice, SchedulerConfig, StreamKey};
 use crate::{Bio, DeviceInfo, Op, Priority};
 
 fn hand(device: FairDevice) -> Hand {
@@ -138,17 +138,36 @@ fn who_never_stops_thinking_is_not_waited_for() {
 }
 
 #[test]
-fn writes_nobody_waits_for_are_one_stream_in_the_order_of_sectors_that_is_not_waited_for() {
+fn asynchronous_writes_of_a_submitter_are_sorted_and_not_waited_for() {
     let mut hand = hand(FairDevice::Seeks);
-    hand.insert([write(1, 900), write(2, 100), write(3, 500)]);
+    hand.insert([900, 100, 500].map(|sector| write(1, sector)));
     assert_eq!(hand.all(), [100, 500, 900]);
-    hand.insert([read(4, 5000), write(2, 700)]);
+    hand.insert([read(4, 5000), write(1, 700)]);
     assert_eq!(hand.all(), [700], "its turn");
     hand.at(MS).end_all();
     assert_eq!(hand.all(), [5000], "at once");
     // While a reader is waited for there are no writes.
     hand.insert([write(1, 0)]).end_all();
     assert_eq!((hand.next(), hand.until_ns), (None, 9 * MS));
+}
+
+#[test]
+fn bios_of_an_unknown_submitter_are_told_apart_as_the_option_says() {
+    for (stream, expected) in [(StreamKey::Sequence, 3), (StreamKey::Queue, 2), (StreamKey::Export, 1)] {
+        let config = FairConfig { device: FairDevice::Seeks, stream, ..FairConfig::default() };
+        let mut hand = Hand::new(SchedulerConfig::Fair(config));
+        // Two readers that move between two queues, in rows, and random bios.
+        for at in 0..10_u64 {
+            for (place, sector) in
+                [1_000_000 + at * 8, 9_000_000 + at * 8, at * 7919 % 900 * 10_000].into_iter().enumerate()
+            {
+                let mut bio = read(0, sector);
+                bio.submitter = ((at + place as u64) % 2) as u16;
+                hand.insert([bio]);
+            }
+        }
+        assert_eq!(hand.fact("busy"), Some(expected), "{stream:?}");
+    }
 }
 
 #[test]

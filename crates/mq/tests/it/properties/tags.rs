@@ -95,7 +95,8 @@ proptest! {
             namespace: (at % u64::from(busy)) as u16,
             sector: at / u64::from(busy) * 8 % 160,
             sectors: 1,
-            tear: 0,
+            // One stream, which no scheduler holds back for others.
+            tear: 1 << 8,
         });
         let steps = steps.flat_map(|step| [step, Step::Turn]).collect();
         let mut plan = Plan { namespaces: usize::from(busy), chaos, budget: None, steps, ..plan };

@@ -2,7 +2,7 @@
 //! times, but a check of the rules' guarantees.
 
 use crate::sched::tests::MS;
-use crate::sched::{FairConfig, FairDevice, Scheduler, SchedulerConfig, Selected};
+use crate::sched::{FairConfig, FairDevice, Scheduler, SchedulerConfig, Selected, StreamKey};
 use crate::{Bio, DeviceInfo, Op};
 
 const US: u64 = 1000;
@@ -27,6 +27,8 @@ struct Reader {
     /// How far apart its bios begin: in a row, or anywhere.
     random: bool,
     op: Op,
+    /// Its bios name no submitter.
+    unknown: bool,
     // Progress.
     sent: u64,
     ended: u64,
@@ -43,6 +45,7 @@ impl Reader {
             think_ns: 50 * US,
             random: false,
             op: Op::Read,
+            unknown: false,
             sent: 0,
             ended: 0,
             due_ns: vec![0; depth],
@@ -131,7 +134,9 @@ fn run(
                 chance = chance.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
                 let place = if reader.random { (chance >> 33) % 1_000_000 } else { reader.sent };
                 bio.sector = (number as u64 + 1) * 40_000_000 + place * u64::from(reader.sectors);
-                (bio.op, bio.sectors, bio.stream, bio.cookie) = (reader.op, reader.sectors, number as u32 + 1, now_ns);
+                (bio.op, bio.sectors, bio.cookie) = (reader.op, reader.sectors, now_ns);
+                bio.stream = if reader.unknown { 0 } else { number as u32 + 1 };
+                bio.submitter = number as u16;
                 reader.sent += 1;
                 scheduler.insert(bio, now_ns);
             }
@@ -155,7 +160,7 @@ fn run(
         while let Some(at) = device.running.iter().position(|running| running.2 <= now_ns) {
             let (bio, start_ns, _) = device.running.swap_remove(at);
             scheduler.ended(&bio, start_ns, now_ns);
-            let reader = &mut readers[bio.stream as usize - 1];
+            let reader = &mut readers[usize::from(bio.submitter)];
             reader.ended += 1;
             reader.waited_ns.push(now_ns - bio.cookie);
             reader.over_ns = now_ns;
@@ -203,6 +208,43 @@ fn two_streams_on_a_disk_go_on_alike_and_at_nearly_its_rate() {
         assert!(over[0].abs_diff(over[1]) < 200 * MS, "{over:?} {device:?}");
         let rate = 600.0 * 1_048_576.0 * 1e9 / over[0].max(over[1]) as f64;
         assert!(rate > 82.0e6, "{rate} {device:?}");
+    }
+}
+
+#[test]
+fn readers_behind_one_queue_are_told_apart() {
+    let ends = |stream| {
+        let reader = || Reader { unknown: true, ..Reader::new(300 * 8, 256, 1) };
+        let mut readers = [reader(), reader()];
+        let config = FairConfig { device: FairDevice::Seeks, stream, ..FairConfig::default() };
+        run(SchedulerConfig::Fair(config), Kind::Disk, 32, &mut readers, all_over);
+        readers.map(|reader| reader.over_ns)
+    };
+    let over = ends(StreamKey::Sequence);
+    assert!(over[0].abs_diff(over[1]) < 200 * MS, "{over:?}");
+    let rate = 600.0 * 1_048_576.0 * 1e9 / over[0].max(over[1]) as f64;
+    assert!(rate > 82.0e6, "{rate}");
+    assert!(ends(StreamKey::Export)[1] > 2 * over[1]);
+}
+
+#[test]
+fn backlogged_submitters_have_their_weights() {
+    for (kind, device) in [(Kind::Disk, FairDevice::Seeks), (Kind::Flash { ways: 32 }, FairDevice::Flat)] {
+        for (op, sectors, random) in
+            [(Op::Read, 64, false), (Op::Write, 64, false), (Op::Write, 8, false), (Op::Write, 8, true)]
+        {
+            let reader = || Reader { random, op, ..Reader::new(u64::MAX, sectors, 64) };
+            let mut readers = [reader(), reader(), reader()];
+            let mut config = FairConfig { device, ..FairConfig::default() };
+            config.weights[..3].copy_from_slice(&[(1, 100), (2, 200), (3, 400)]);
+            let end_ns = if device == FairDevice::Seeks { 60_000 * MS } else { 2000 * MS };
+            run(SchedulerConfig::Fair(config), kind, 32, &mut readers, |readers| readers[0].over_ns > end_ns);
+            let all: u64 = readers.iter().map(|reader| reader.ended).sum();
+            for (reader, weight) in readers.iter().zip([1.0, 2.0, 4.0]) {
+                let share = reader.ended as f64 / all as f64 * 7.0 / weight;
+                assert!((0.9..1.1).contains(&share), "{share} of {weight}: {op:?} of {sectors}, {random}, {device:?}");
+            }
+        }
     }
 }
 
