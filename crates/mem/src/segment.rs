@@ -24,8 +24,8 @@ pub struct Segment {
     pub region: u32,
 }
 
-/// The regions that the segments of one queue may point into. An index stays valid for the life of the table; a table
-/// is replaced as a whole, and only when no segment in flight points into it.
+/// The regions that the segments of one queue may point into. An index stays valid for the life of the table. A table
+/// is replaced as a whole: when no segment in flight points into it, or by one in which those segments mean the same.
 #[derive(Clone, Debug, Default)]
 pub struct RegionTable {
     places: Vec<Option<Arc<Region>>>,
@@ -46,6 +46,11 @@ impl RegionTable {
     /// A table of these regions, numbered from zero.
     pub fn new(regions: Vec<Arc<Region>>) -> RegionTable {
         RegionTable { places: regions.into_iter().map(Some).collect(), buffers: BufferMap::default() }
+    }
+
+    /// A table of the regions in these slots, some of which may be empty.
+    pub fn of_slots(slots: Vec<Option<Arc<Region>>>) -> RegionTable {
+        RegionTable { places: slots, buffers: BufferMap::default() }
     }
 
     /// Puts a region into the first free slot; returns its index.

@@ -14,6 +14,7 @@
 //!
 //! * A request that a path gives back is requeued: it is offered again ahead of all later ones, and chosen for anew. A
 //!   write that the path may still execute is held until the path's [`PathMonitor`] has the proof.
+//! * It fails in place of being offered again if its commands are cancelled each time ([`Cancellations`]).
 //! * A failure that another path may not have ([`Retry`]) is treated the same. A request fails so often as there are
 //!   paths; path errors are not counted, since a path whose access changes returns them for all I/O.
 //! * Without a usable path requests are held, up to `no_path_ns`, or until no path can come back.
@@ -26,8 +27,8 @@ use std::sync::atomic::AtomicU8;
 use std::sync::atomic::Ordering::Relaxed;
 
 use blkyard_mq::{
-    Batch, BatchPart, BufferId, Done, Driver, OpClass, PathGeneration, RegionTable, RegisteredBuffer, Retry, Shortage,
-    Status, Tag, TakenRequest, TimedOut, UnfencedRequest,
+    Batch, BatchPart, BufferId, Cancellations, Done, Driver, OpClass, PathGeneration, RegionTable, RegisteredBuffer,
+    Retry, Shortage, Status, Tag, TakenRequest, TimedOut, UnfencedRequest,
 };
 
 use crate::policy::{PathChoice, PathIo, PathPolicy, PolicyKind};
@@ -149,6 +150,8 @@ struct RequestPath {
     pinned: u8,
     /// Failures that count.
     failures: u8,
+    /// Commands that lost paths have cancelled.
+    cancelled: Cancellations,
     /// When it first failed or was held, ns; zero for never.
     since_ns: u64,
     /// For the policy that made it.
@@ -156,7 +159,14 @@ struct RequestPath {
 }
 
 impl RequestPath {
-    const NEW: RequestPath = RequestPath { path: NOWHERE, pinned: NOWHERE, failures: 0, since_ns: 0, choice: None };
+    const NEW: RequestPath = RequestPath {
+        path: NOWHERE,
+        pinned: NOWHERE,
+        failures: 0,
+        cancelled: Cancellations::NONE,
+        since_ns: 0,
+        choice: None,
+    };
 }
 
 #[derive(Debug)]
@@ -426,9 +436,15 @@ impl<D, E> MultipathQueue<D, E> {
             known.failures += u8::from(!is_path_error);
             usize::from(known.failures) >= self.paths.len() || is_late
         });
+        let was_cancelled = match &taken {
+            TakenRequest::Free(tag) => status.is_none() && done.request(tag).0.is_unanswered(),
+            TakenRequest::Unfenced(_) => status.is_none(),
+        };
+        let is_exhausted = was_cancelled && known.cancelled.add(now_ns);
         let has_proof = self.paths[number].monitor.is_some();
         match (taken, status) {
             (TakenRequest::Free(tag), Some(status)) if is_last => done.complete(tag, status),
+            (TakenRequest::Free(tag), None) if is_exhausted => done.complete(tag, Status::Io),
             (TakenRequest::Unfenced(request), Some(status)) if is_last || !has_proof => request.fail(done, status),
             (TakenRequest::Unfenced(request), None) if !has_proof => {
                 self.requests[slot].pinned = number as u8;
@@ -465,6 +481,7 @@ impl<D, E> MultipathQueue<D, E> {
                 HeldRequest::Free(tag) if has_path => done.requeue_answered(tag),
                 HeldRequest::Free(tag) if !can_have || waited_ns >= no_path_ns => done.complete(tag, Status::Path),
                 HeldRequest::Unfenced(request) => match self.release(request) {
+                    Ok(tag) if self.requests[slot].cancelled.is_exhausted() => done.complete(tag, Status::Io),
                     Ok(tag) => done.requeue_answered(tag),
                     Err(request) if waited_ns >= no_path_ns.max(FENCE_MAX_NS) => request.fail(done, Status::Timeout),
                     Err(request) => {

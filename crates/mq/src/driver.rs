@@ -393,6 +393,9 @@ pub struct DeviceInfo {
     pub rotational: bool,
     /// Time after which the driver is asked about a request, ns; zero for that of the queue's configuration.
     pub timeout_ns: u64,
+    /// Time for which the device may still execute requests of a process that has died, ns; zero if it cannot be opened
+    /// before they have ended, as with a lock.
+    pub silence_ns: u64,
     /// How much of it all its queues have in flight together, where a scheduler learns that.
     pub depth: SharedDepth,
     /// I/O errors that are not logged yet.

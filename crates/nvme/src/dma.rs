@@ -34,6 +34,34 @@ pub struct DmaRange {
     pub offset: u64,
 }
 
+/// Regions by number. Numbers with a distance of [`RegionSet::EXACT`] cannot be told apart: a set that has one of them
+/// meets sets with the other.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RegionSet([u64; 4]);
+
+impl RegionSet {
+    /// Numbers below this are told apart.
+    pub const EXACT: u32 = 256;
+
+    /// Adds a region.
+    #[inline]
+    pub(crate) fn add(&mut self, region: u32) {
+        self.0[(region % RegionSet::EXACT / u64::BITS) as usize] |= 1 << (region % u64::BITS);
+    }
+
+    /// Adds those that one set has and another lacks.
+    pub(crate) fn add_lost(&mut self, before: RegionSet, after: RegionSet) {
+        for (word, (before, after)) in self.0.iter_mut().zip(before.0.into_iter().zip(after.0)) {
+            *word |= before & !after;
+        }
+    }
+
+    /// Whether both have a region.
+    pub(crate) fn meets(self, other: RegionSet) -> bool {
+        self.0.into_iter().zip(other.0).any(|(one, other)| one & other != 0)
+    }
+}
+
 /// Reason why ranges are invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DmaMapError {
@@ -90,6 +118,13 @@ impl DmaMap {
         &self.table
     }
 
+    /// The regions with an address.
+    pub(crate) fn regions(&self) -> RegionSet {
+        let mut regions = RegionSet::default();
+        self.ranges.iter().for_each(|range| regions.add(range.region));
+        regions
+    }
+
     /// Bus address of a segment; `None` if it is not mapped contiguously.
     #[inline]
     pub fn addr(&self, segment: Segment) -> Option<u64> {
@@ -120,7 +155,7 @@ impl DmaMap {
         View::new(Arc::clone(region), segment.offset, len, SHARED_ALIGN)
     }
 
-    /// The same ranges, with one more region in the table that has no address; and its index.
+    /// The same ranges, with one more region in the first free slot of the table that has no address; and its index.
     #[must_use]
     pub fn with_region(&self, region: Arc<Region>) -> (DmaMap, u32) {
         let mut table = RegionTable::clone(&self.table);

@@ -152,6 +152,11 @@ impl Doorbell {
         true
     }
 
+    /// The index that the controller reads, and the event index that it has stored.
+    pub(crate) fn words(&self) -> (u32, Option<u32>) {
+        (self.read(), self.shadow.as_ref().map(|(_, event)| event.load(Ordering::Relaxed)))
+    }
+
     /// Controller: the index last written by the host.
     #[inline]
     pub(crate) fn read(&self) -> u32 {

@@ -1,10 +1,15 @@
-//! Changes of a controller that need a silent device: of its memory, a reset of the function, and the end of its
-//! session.
+//! Changes of a controller that a client learns of by a reply: of its memory, a reset of the function, and the end of
+//! its session.
 //!
-//! Queues drain, the change is made, and the queues continue. A device that hangs can delay that without limit: it may
-//! still access the memory of the client, so nothing is unmapped or released before its requests have ended. The
-//! control path does not wait for them. It looks at the queues periodically, handles other messages meanwhile, and logs
-//! a long wait. Queues stay stopped until the change is made.
+//! A reset and the end need a silent device: queues drain, and stay stopped until the change is made. Memory changes
+//! while queues run, in two steps. First they learn of the new addresses, and tell when no request of theirs names
+//! memory that has none any more; then such memory is unmapped ([ADR 63]).
+//!
+//! A device that hangs can delay a change without limit: it may still access the memory of the client, so nothing is
+//! unmapped or released before its requests have ended. The control path does not wait for them. It looks at the queues
+//! periodically, handles other messages meanwhile, and logs a long wait.
+//!
+//! [ADR 63]: ../../../../docs/adr/0063-queues-run-while-their-memory-changes.md
 //!
 //! Owned by the session with its [`NvmeFunction`].
 
@@ -19,11 +24,11 @@ use super::session::VfioSessionError;
 /// up a message.
 const LOG_AFTER: Duration = Duration::from_secs(2);
 
-/// A change that needs a silent device.
-#[derive(Debug)]
+/// A change that a client waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum FunctionChange {
-    /// Other DMA mappings.
-    Memory(DmaSlots),
+    /// Other DMA mappings, which the controller has already.
+    Memory,
     /// The power-on state, except for memory and eventfds.
     Reset,
     /// The end of the session.
@@ -31,20 +36,20 @@ pub(super) enum FunctionChange {
 }
 
 impl FunctionChange {
-    fn name(&self) -> &'static str {
+    fn name(self) -> &'static str {
         match self {
-            FunctionChange::Memory(_) => "a change of the client's memory",
+            FunctionChange::Memory => "a change of the client's memory",
             FunctionChange::Reset => "a reset by the client",
             FunctionChange::End => "the end of the session",
         }
     }
 }
 
-/// A change that waits for the device.
+/// A change that waits for requests in flight.
 #[derive(Debug)]
 pub(super) struct PendingChange {
     change: FunctionChange,
-    /// Time since which queues drain.
+    /// Time of its begin.
     pub(super) since: Instant,
     is_logged: bool,
 }
@@ -73,21 +78,32 @@ impl NvmeFunction {
         }
     }
 
-    /// Makes the pending change if the queues are drained by then, or waits without limit. Returns whether none is
-    /// pending.
+    /// Begins a change of memory.
+    pub(super) fn change_memory(&mut self, config: &VfioUserExport, dma: DmaSlots) -> Result<(), VfioSessionError> {
+        let is_same = self.dma.is_same(&dma);
+        self.dma = dma;
+        if !is_same {
+            self.publish_memory(config)?;
+            self.begin_change(config, FunctionChange::Memory)?;
+        }
+        Ok(())
+    }
+
+    /// Makes the pending change if that is possible by then, or waits without limit. Returns whether none is pending.
     pub(super) fn advance_change(
         &mut self,
         config: &VfioUserExport,
         until: Option<Instant>,
     ) -> Result<bool, VfioSessionError> {
-        if self.change.is_none() {
-            return Ok(true);
-        }
+        let Some(&PendingChange { change, .. }) = self.change.as_ref() else { return Ok(true) };
         self.take_replies();
-        let is_silent = self.suspend_until(config, until)?;
+        // Without a limit queues are drained for a change of memory, too: then none of their requests is in flight.
+        let is_silent =
+            if change == FunctionChange::Memory && until.is_some() { true } else { self.suspend_until(config, until)? };
+        let is_ready = is_silent && (change != FunctionChange::Memory || self.is_memory_changed(config)?);
         self.updated = Instant::now();
         let (log, updated) = (&self.log, self.updated);
-        if !is_silent {
+        if !is_ready {
             let late = self.change.as_mut().filter(|pending| !pending.is_logged && pending.since + LOG_AFTER < updated);
             if let Some(pending) = late {
                 pending.is_logged = true;
@@ -99,22 +115,35 @@ impl NvmeFunction {
             }
             return Ok(false);
         }
-        let Some(PendingChange { change, since, is_logged }) = self.change.take() else { return Ok(true) };
+        let Some(PendingChange { since, is_logged, .. }) = self.change.take() else { return Ok(true) };
         if is_logged {
             let waited = (updated - since).as_secs_f64();
             log.info(format_args!("{} continues: requests in flight ended after {waited:.1} s", change.name()));
         }
-        match change {
-            FunctionChange::Memory(dma) => self.replace_memory(config, dma)?,
-            FunctionChange::Reset => self.restart(config)?,
-            FunctionChange::End => {}
+        if change == FunctionChange::Reset {
+            self.restart(config)?;
         }
         Ok(true)
     }
 
-    /// Whether a change waits for the device.
+    /// Whether each queue knows the new addresses, and none has memory that has lost its own.
+    fn is_memory_changed(&mut self, config: &VfioUserExport) -> Result<bool, VfioSessionError> {
+        self.update(config)?;
+        // No request names that memory any more.
+        if !self.controller.is_remapping() && self.dma.remove_leaving() {
+            self.publish_memory(config)?;
+        }
+        Ok(!self.controller.is_remapping())
+    }
+
+    /// Whether a change is not made yet.
     pub(crate) fn is_changing(&self) -> bool {
         self.change.is_some()
+    }
+
+    /// Whether queues are to stay stopped.
+    pub(super) fn is_halted(&self) -> bool {
+        self.change.as_ref().is_some_and(|pending| pending.change != FunctionChange::Memory)
     }
 
     /// The pending change, and for how long it has waited.

@@ -2,15 +2,15 @@
 //!
 //! Registers are written by messages, and doorbells by messages or in shared memory. The admin queue is processed after
 //! a message, and with shared doorbells periodically. Commands of the admin side for an I/O queue are executed while
-//! that queue is suspended, like changes of memory and of the device: suspend, change, resume.
+//! that queue is suspended, like changes of the device: suspend, change, resume. Two need no drained queue, and are
+//! executed by the lane of a running one: see [`QueueOrders`].
 //!
 //! A queue may drain for as long as its device takes. A message waits for that a moment only: what takes longer, such
 //! as a deletion or a reset, is complete later, and the host sees it by the completion or by CSTS. The reply to
 //! a change of memory says that the old memory is no longer used, so it is sent later: see `change.rs`.
 //!
-//! Abort of an I/O command is the exception among commands for a queue: it does not wait for the queue to drain. The
-//! lane of a running queue aborts the command as far as no device has it: see [`AbortList`] and
-//! [`ControllerIoQueue::abort`]. A command at a device is answered with "not aborted", since a device cannot cancel it.
+//! Abort of an I/O command: the lane of a running queue aborts the command as far as no device has it
+//! ([`ControllerIoQueue::abort`]). A command at a device is answered with "not aborted": a device cannot cancel it.
 //!
 //! Message handling is in `session.rs`, handover in `handover.rs`.
 
@@ -33,7 +33,7 @@ use blkyard_wire::vfio_user::{DmaMapRequest, DmaUnmapRequest, SparseArea};
 use super::change::{FunctionChange, PendingChange};
 use super::memory::{DmaError, DmaSlots};
 use super::pci::PciFunction;
-use super::queue::{AbortList, NvmeQueueSetup, QueueSlot, ReplyQueue};
+use super::queue::{NvmeQueueSetup, QueueOrders, QueueSlot, ReplyQueue};
 use super::session::VfioSessionError;
 use super::{NvmeDisk, NvmeDoorbells, TRANSFER_BYTES, VfioUserExport};
 use crate::core::{ExportLog, LaneGone, PendingFlush, Suspension};
@@ -69,8 +69,8 @@ enum QueueState {
 pub(super) struct CreatedQueue {
     /// Slot of the stopped queue.
     pub(super) slot: QueueSlot,
-    /// Commands to abort.
-    aborts: Arc<AbortList>,
+    /// Commands for it while it runs.
+    orders: Arc<QueueOrders>,
     /// Kick eventfd for doorbell writes. The queue is polled if it is unset: with shared doorbells, or if no descriptor
     /// was left.
     kick: Option<Arc<EventFd>>,
@@ -304,16 +304,16 @@ impl NvmeFunction {
         Ok(())
     }
 
-    /// Adds a mapping. The inner result is the errno of the client, or whether the mapping is in use; otherwise the
-    /// change is [pending](NvmeFunction::is_changing).
+    /// Adds a mapping. The inner result is the errno of the client. The mapping is in use unless the change is
+    /// [pending](NvmeFunction::is_changing).
     pub(crate) fn map(
         &mut self,
         config: &VfioUserExport,
         request: &DmaMapRequest,
         file: Option<OwnedFd>,
-    ) -> Result<Result<bool, DmaError>, VfioSessionError> {
+    ) -> Result<Result<(), DmaError>, VfioSessionError> {
         match self.dma.with(request, file) {
-            Ok(dma) => self.begin_change(config, FunctionChange::Memory(dma)).map(Ok),
+            Ok(dma) => self.change_memory(config, dma).map(Ok),
             Err(error) => Ok(Err(error)),
         }
     }
@@ -323,10 +323,9 @@ impl NvmeFunction {
         &mut self,
         config: &VfioUserExport,
         request: &DmaUnmapRequest,
-    ) -> Result<Result<bool, DmaError>, VfioSessionError> {
+    ) -> Result<Result<(), DmaError>, VfioSessionError> {
         match self.dma.without(request) {
-            Ok(dma) if dma.len() == self.dma.len() => Ok(Ok(true)),
-            Ok(dma) => self.begin_change(config, FunctionChange::Memory(dma)).map(Ok),
+            Ok(dma) => self.change_memory(config, dma).map(Ok),
             Err(error) => Ok(Err(error)),
         }
     }
@@ -456,7 +455,7 @@ impl NvmeFunction {
         // All queues drain at the same time.
         for request in &requests {
             if let ControllerRequest::Queue(cqid, command) = request
-                && !matches!(command, ControllerQueueCommand::Abort { .. })
+                && !is_order(command)
             {
                 self.begin_drain(config, usize::from(*cqid) - 1)?;
             }
@@ -501,7 +500,7 @@ impl NvmeFunction {
         let is_drained = suspension.wait_until(until);
         if !matches!(is_drained, Ok(false)) {
             created.state = QueueState::Stopped;
-            self.abort_stopped(place);
+            self.obey_orders(place);
         }
         is_drained
     }
@@ -515,9 +514,7 @@ impl NvmeFunction {
     ) -> Result<Option<ControllerRequest>, VfioSessionError> {
         match request {
             ControllerRequest::Create(queue) => self.create(queue),
-            ControllerRequest::Queue(cqid, ControllerQueueCommand::Abort { sqid, cid }) => {
-                self.abort(config, cqid, (sqid, cid))?;
-            }
+            ControllerRequest::Queue(cqid, command) if is_order(&command) => self.order(config, cqid, command)?,
             ControllerRequest::Queue(cqid, command) => {
                 if !self.drain(config, usize::from(cqid) - 1, until)? {
                     return Ok(Some(ControllerRequest::Queue(cqid, command)));
@@ -554,30 +551,32 @@ impl NvmeFunction {
         let vector = queue.vector();
         let slot = Arc::new(Mutex::new(Some(queue)));
         let state = QueueState::Stopped;
-        let (aborts, is_new, is_call_new) = (Arc::default(), true, false);
-        self.queues[place] = Some(CreatedQueue { slot, aborts, kick, vector, is_new, is_call_new, state });
+        let (orders, is_new, is_call_new) = (Arc::default(), true, false);
+        self.queues[place] = Some(CreatedQueue { slot, orders, kick, vector, is_new, is_call_new, state });
     }
 
-    /// Has an I/O queue abort a command, without a wait. Its reply says whether it has.
-    fn abort(&mut self, config: &VfioUserExport, cqid: u16, (sqid, cid): (u16, u16)) -> Result<(), LaneGone> {
+    /// Has an I/O queue execute a command, running or stopped, without a wait. Its reply comes later.
+    fn order(&mut self, config: &VfioUserExport, cqid: u16, command: ControllerQueueCommand) -> Result<(), LaneGone> {
         let place = usize::from(cqid) - 1;
         let Some(created) = &self.queues[place] else {
-            self.controller.reply(cqid, ControllerQueueReply::AbortDone { sqid, cid, is_aborted: false });
+            if let ControllerQueueCommand::Abort { sqid, cid } = command {
+                self.controller.reply(cqid, ControllerQueueReply::AbortDone { sqid, cid, is_aborted: false });
+            }
             return Ok(());
         };
-        created.aborts.push(sqid, cid);
+        created.orders.push(command);
         if matches!(created.state, QueueState::Stopped) {
-            self.abort_stopped(place);
+            self.obey_orders(place);
             return Ok(());
         }
         config.queues[place].notify()
     }
 
-    /// Executes the aborts that a stopped queue has left.
-    fn abort_stopped(&mut self, place: usize) {
-        let aborts = self.queues[place].as_ref().map(|created| created.aborts.take());
-        for (sqid, cid) in aborts.into_iter().flatten() {
-            self.command(place as u16 + 1, ControllerQueueCommand::Abort { sqid, cid });
+    /// Executes the orders that a stopped queue has left.
+    fn obey_orders(&mut self, place: usize) {
+        let orders = self.queues[place].as_ref().map(|created| created.orders.take());
+        for command in orders.into_iter().flatten() {
+            self.command(place as u16 + 1, command);
         }
     }
 
@@ -653,7 +652,7 @@ impl NvmeFunction {
     /// there were any.
     fn resume(&mut self, config: &VfioUserExport) -> Result<bool, VfioSessionError> {
         let mut is_answered = false;
-        if self.is_changing() {
+        if self.is_halted() {
             return Ok(false);
         }
         for (place, remote) in config.queues.iter().enumerate().take(self.queues.len()) {
@@ -688,14 +687,16 @@ impl NvmeFunction {
         Ok(is_answered)
     }
 
+    /// The setup of a session for this queue, or for a flush, which needs no memory of the client.
     fn setup(&self, export: &str, place: usize, created: Option<&CreatedQueue>) -> NvmeQueueSetup {
+        let memory = self.controller.memory();
         let vector = created.and_then(|created| created.vector);
         NvmeQueueSetup {
             name: format!("{export}, queue {}", place + 1),
             log: Arc::clone(&self.log),
             slot: created.map(|created| Arc::clone(&created.slot)),
-            aborts: created.map(|created| Arc::clone(&created.aborts)).unwrap_or_default(),
-            table: Arc::clone(self.controller.memory().table()),
+            orders: created.map(|created| Arc::clone(&created.orders)).unwrap_or_default(),
+            memory: if created.is_some() { memory.clone() } else { memory.without_host() },
             kick: created.and_then(|created| created.kick.clone()),
             call: vector.and_then(|vector| self.vectors.get(usize::from(vector)).cloned().flatten()),
             is_call_new: created.is_some_and(|created| created.is_call_new),
@@ -703,17 +704,11 @@ impl NvmeFunction {
         }
     }
 
-    /// Replaces the memory of drained queues, and resumes them. The previous memory is no longer used afterwards.
-    pub(super) fn replace_memory(&mut self, config: &VfioUserExport, dma: DmaSlots) -> Result<(), VfioSessionError> {
-        self.dma = dma;
+    /// Gives the present memory to the controller and its queues.
+    pub(super) fn publish_memory(&mut self, config: &VfioUserExport) -> Result<(), VfioSessionError> {
         self.controller.set_memory(&self.dma.map());
         self.map_for_device();
-        self.update(config)?;
-        // Suspended queues change at once. The reply must not go out if one has not.
-        if self.controller.is_remapping() {
-            return Err(VfioSessionError::Queue("it has kept the previous memory".into()));
-        }
-        Ok(())
+        self.update(config)
     }
 
     /// Maps the controller's present memory for the device.
@@ -722,6 +717,11 @@ impl NvmeFunction {
         let regions: Vec<_> = table.iter().map(|(_, region)| Arc::clone(region)).collect();
         self.mappings.iter_mut().for_each(|mapping| mapping.replace(regions.clone()));
     }
+}
+
+/// Whether a queue executes a command while it runs.
+fn is_order(command: &ControllerQueueCommand) -> bool {
+    matches!(command, ControllerQueueCommand::Abort { .. } | ControllerQueueCommand::SetMemory(..))
 }
 
 /// Polling interval of queues that have drained for this time.

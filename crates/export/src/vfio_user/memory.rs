@@ -1,5 +1,9 @@
 //! The memory a client shares with the controller: DMA mappings by descriptor.
 //!
+//! The region of a mapping has the same number, its slot, for as long as it is mapped, so that queues can run while
+//! others are mapped and unmapped. A mapping that is removed keeps its slot, without an address, until no request
+//! names it.
+//!
 //! A mapping without a descriptor, or without both read and write permission, is accepted but not mapped. A command
 //! that uses it fails with Data Transfer Error or Invalid Field, as for an unmapped address.
 
@@ -8,16 +12,19 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use blkyard_mem::{EXPORT_REGIONS_MAX, MapError, Region, RegionTable};
-use blkyard_nvme::{DmaMap, DmaRange};
+use blkyard_nvme::{DmaMap, DmaRange, RegionSet};
 use blkyard_wire::vfio_user::{DmaMapFlags, DmaMapRequest, DmaUnmapRequest};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 
 /// Maximum number of mappings of a client, announced in the version message.
 pub(crate) const MAPS_MAX: usize = 128;
+/// First slot of a mapping. The controller's own memory is before it.
+const FIRST_SLOT: usize = 1;
 /// Regions of the controller itself: its bounce memory, of which a reset makes another.
 const OWN_REGIONS: usize = 2;
 const _: () = assert!(MAPS_MAX + OWN_REGIONS <= EXPORT_REGIONS_MAX, "one client could use up the memory of others");
+const _: () = assert!(FIRST_SLOT + MAPS_MAX <= RegionSet::EXACT as usize, "slots could be taken for each other");
 /// Page size of mappings, bytes.
 pub(crate) const PAGE: u64 = 4096;
 
@@ -62,9 +69,13 @@ struct DmaSlot {
     address: u64,
     size: u64,
     region: Option<Arc<Region>>,
+    /// Slot of its region, from [`FIRST_SLOT`] on.
+    number: usize,
+    /// Whether it is removed, and requests may still name its region.
+    is_leaving: bool,
 }
 
-/// The current mappings. A change makes a new list, so a refused change has no effect.
+/// The current mappings, and those that are leaving. A change makes a new list, so a refused change has no effect.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct DmaSlots(Vec<DmaSlot>);
 
@@ -84,15 +95,20 @@ impl DmaSlots {
         let region = file.map(|file| Region::map_file(file.as_fd(), offset, size)).transpose();
         let region = region.map_err(|source| DmaError::Map { address, source })?;
         let mut slots = self.0.clone();
-        slots.push(DmaSlot { address, size, region });
+        let is_free = |number: &usize| slots.iter().all(|slot| slot.number != *number);
+        let number = (FIRST_SLOT..=MAPS_MAX).find(is_free).ok_or(DmaError::TooMany)?;
+        slots.push(DmaSlot { address, size, region, number, is_leaving: false });
         Ok(DmaSlots(slots))
     }
 
-    /// Returns these mappings without those in a range, or without all. As with VFIO of the kernel, a range may have
-    /// several mappings or none, but no part of one: QEMU unmaps so when a guest changes the domain of its IOMMU.
+    /// Returns these mappings; those in a range, or all, are leaving if they are mapped, or not there. As with VFIO of
+    /// the kernel, a range may have several mappings or none, but no part of one: QEMU unmaps so when a guest changes
+    /// the domain of its IOMMU.
     pub(crate) fn without(&self, request: &DmaUnmapRequest) -> Result<DmaSlots, DmaError> {
-        let DmaUnmapRequest::Range { address, size } = *request else { return Ok(DmaSlots::default()) };
-        let range = address..=address + (size - 1);
+        let range = match *request {
+            DmaUnmapRequest::Range { address, size } => address..=address + (size - 1),
+            DmaUnmapRequest::All => 0..=u64::MAX,
+        };
         let mut slots = Vec::with_capacity(self.0.len());
         for slot in &self.0 {
             let last = slot.address + (slot.size - 1);
@@ -100,14 +116,31 @@ impl DmaSlots {
                 slots.push(slot.clone());
             } else if !range.contains(&slot.address) || !range.contains(&last) {
                 return Err(DmaError::Part(slot.address));
+            } else if slot.region.is_some() {
+                slots.push(DmaSlot { is_leaving: true, ..slot.clone() });
             }
         }
         Ok(DmaSlots(slots))
     }
 
+    /// Removes the mappings that are leaving, since no request names them any more. Returns whether there were any.
+    pub(crate) fn remove_leaving(&mut self) -> bool {
+        let before = self.0.len();
+        self.0.retain(|slot| !slot.is_leaving);
+        self.0.len() < before
+    }
+
+    /// Whether a controller finds the same memory by both.
+    pub(crate) fn is_same(&self, other: &DmaSlots) -> bool {
+        let mapped = |slots: &'_ DmaSlots| -> Vec<_> {
+            slots.0.iter().filter(|slot| slot.region.is_some()).map(|slot| (slot.number, slot.is_leaving)).collect()
+        };
+        mapped(self) == mapped(other)
+    }
+
     /// Saves the mappings, and adds duplicates of their files.
     pub(crate) fn snapshot(&self, files: &mut Vec<OwnedFd>) -> io::Result<Vec<DmaMappingSnapshot>> {
-        let save = |&DmaSlot { address, size, ref region }: &DmaSlot| {
+        let save = |&DmaSlot { address, size, ref region, .. }: &DmaSlot| {
             let file = region.as_ref().and_then(|region| region.file());
             let file = file.map(|(file, offset)| Ok::<_, io::Error>((file.try_clone_to_owned()?, offset)));
             let offset = file.transpose()?.map(|(file, offset)| {
@@ -144,14 +177,18 @@ impl DmaSlots {
         self.0.iter().filter(|slot| slot.region.is_some()).map(|slot| slot.size).sum()
     }
 
-    /// The memory as the controller accesses it.
+    /// The memory as the controller accesses it. Slot 0 is empty, for its own memory.
     pub(crate) fn map(&self) -> DmaMap {
-        let mut table = RegionTable::default();
-        let ranges = self.0.iter().filter_map(|slot| {
-            let region = table.insert(Arc::clone(slot.region.as_ref()?));
-            Some(DmaRange { addr: slot.address, len: slot.size, region, offset: 0 })
-        });
-        let ranges = ranges.collect();
-        DmaMap::new(Arc::new(table), ranges).unwrap_or_else(|error| unreachable!("each mapping was checked: {error}"))
+        let (mut table, mut ranges) = (vec![None; FIRST_SLOT], Vec::with_capacity(self.0.len()));
+        for &DmaSlot { address, size, ref region, number, is_leaving } in &self.0 {
+            let Some(region) = region else { continue };
+            table.resize(table.len().max(number + 1), None);
+            table[number] = Some(Arc::clone(region));
+            if !is_leaving {
+                ranges.push(DmaRange { addr: address, len: size, region: number as u32, offset: 0 });
+            }
+        }
+        let table = Arc::new(RegionTable::of_slots(table));
+        DmaMap::new(table, ranges).unwrap_or_else(|error| unreachable!("each mapping was checked: {error}"))
     }
 }

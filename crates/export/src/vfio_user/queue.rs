@@ -2,7 +2,7 @@
 //!
 //! The queue itself is [`ControllerIoQueue`], which turns commands into bios and writes completions. A running queue
 //! belongs to its lane. A stopped queue is parked in its [`QueueSlot`], where the control path passes it the commands
-//! of the admin side. The two never access it at the same time, and no command crosses threads.
+//! of the admin side. The two never access it at the same time. Only [`QueueOrders`] reach a running queue.
 //!
 //! The kick is an eventfd of our own: the control path signals it when a message writes a doorbell of the queue.
 //!
@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use blkyard_mem::RegionTable;
 use blkyard_mq::{Bio, SignalEventfd};
-use blkyard_nvme::{ControllerIoQueue, ControllerQueueReply, NextBio};
+use blkyard_nvme::{ControllerIoQueue, ControllerMemory, ControllerQueueCommand, ControllerQueueReply, NextBio};
 use blkyard_sys::EventFd;
 
 use super::TRANSFER_BYTES;
@@ -80,21 +80,22 @@ impl AsFd for ReplyQueue {
 /// Storage of an I/O queue without a running session.
 pub(crate) type QueueSlot = Arc<Mutex<Option<Box<ControllerIoQueue>>>>;
 
-/// Commands of a queue that are to be aborted: submission queue and identifier. A running session takes them when it is
-/// notified, and the control path once the queue is stopped, so each is answered once.
+/// Commands of the admin side that a queue executes while it runs: aborts and changes of memory. A running session
+/// takes them when it is notified, and the control path once the queue is stopped, so each is executed once.
 #[derive(Debug, Default)]
-pub(crate) struct AbortList(Mutex<Vec<(u16, u16)>>);
+pub(crate) struct QueueOrders(Mutex<Vec<ControllerQueueCommand>>);
 
-impl AbortList {
-    pub(crate) fn push(&self, sqid: u16, cid: u16) {
-        self.lock().push((sqid, cid));
+impl QueueOrders {
+    pub(crate) fn push(&self, command: ControllerQueueCommand) {
+        self.lock().push(command);
     }
 
-    pub(crate) fn take(&self) -> Vec<(u16, u16)> {
+    /// In their order.
+    pub(crate) fn take(&self) -> Vec<ControllerQueueCommand> {
         std::mem::take(&mut *self.lock())
     }
 
-    fn lock(&self) -> MutexGuard<'_, Vec<(u16, u16)>> {
+    fn lock(&self) -> MutexGuard<'_, Vec<ControllerQueueCommand>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -106,9 +107,9 @@ pub struct NvmeQueueSetup {
     pub(crate) log: Arc<ExportLog>,
     /// Unset for a session without commands, which only flushes earlier writes.
     pub(crate) slot: Option<QueueSlot>,
-    pub(crate) aborts: Arc<AbortList>,
-    /// The regions that bios point into.
-    pub(crate) table: Arc<RegionTable>,
+    pub(crate) orders: Arc<QueueOrders>,
+    /// Memory of a session without commands, and at first of any other.
+    pub(crate) memory: ControllerMemory,
     pub(crate) kick: Option<Arc<EventFd>>,
     /// Interrupt of the queue's vector.
     pub(crate) call: Option<Arc<EventFd>>,
@@ -124,8 +125,8 @@ pub struct NvmeQueueSession {
     /// Slot to return the queue to when it stops.
     slot: Option<QueueSlot>,
     queue: Option<Box<ControllerIoQueue>>,
-    aborts: Arc<AbortList>,
-    table: Arc<RegionTable>,
+    orders: Arc<QueueOrders>,
+    memory: ControllerMemory,
     kick: Option<Arc<EventFd>>,
     call: Option<Arc<EventFd>>,
     is_call_new: bool,
@@ -145,11 +146,12 @@ impl QueueSession for NvmeQueueSession {
     const SEGMENTS: usize = TRANSFER_BYTES as usize / 4096 + 1;
 
     fn start(setup: NvmeQueueSetup) -> Result<NvmeQueueSession, String> {
-        let NvmeQueueSetup { name, log, slot, aborts, table, kick, call, is_call_new, replies } = setup;
+        let NvmeQueueSetup { name, log, slot, orders, memory, kick, call, is_call_new, replies } = setup;
         let take = |slot: &QueueSlot| slot.lock().unwrap_or_else(PoisonError::into_inner).take();
         let queue = slot.as_ref().map(|slot| take(slot).ok_or("the queue is not there")).transpose()?;
+        let memory = queue.as_ref().map_or(memory, |queue| queue.memory().clone());
         let is_broken = false;
-        Ok(NvmeQueueSession { name, log, slot, queue, aborts, table, kick, call, is_call_new, replies, is_broken })
+        Ok(NvmeQueueSession { name, log, slot, queue, orders, memory, kick, call, is_call_new, replies, is_broken })
     }
 
     /// Completions may have been written while the queue was stopped.
@@ -162,7 +164,11 @@ impl QueueSession for NvmeQueueSession {
     }
 
     fn memory(&self) -> &Arc<RegionTable> {
-        &self.table
+        self.memory.table()
+    }
+
+    fn memory_version(&self) -> u64 {
+        self.memory.version()
     }
 
     fn kick(&self) -> Option<BorrowedFd<'_>> {
@@ -196,7 +202,7 @@ impl QueueSession for NvmeQueueSession {
 
     #[inline]
     fn is_lost(&self) -> bool {
-        self.table.is_faulted()
+        self.memory.table().is_faulted()
     }
 
     /// Zero: fetched commands stay in the controller's queue until they complete.
@@ -234,9 +240,15 @@ impl QueueSession for NvmeQueueSession {
     #[cold]
     fn notified<D>(&mut self, feed: &mut BioFeed<'_, D, Self>) {
         let Some(queue) = &mut self.queue else { return };
-        for (sqid, cid) in self.aborts.take() {
-            queue.abort(sqid, cid, |token, bios| feed.cancel(bios, |pending| *pending == token));
+        for command in self.orders.take() {
+            match command {
+                ControllerQueueCommand::Abort { sqid, cid } => {
+                    queue.abort(sqid, cid, |token, bios| feed.cancel(bios, |pending| *pending == token));
+                }
+                command => queue.handle(command),
+            }
         }
+        self.memory = queue.memory().clone();
     }
 
     #[inline]

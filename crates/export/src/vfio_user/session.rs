@@ -102,7 +102,7 @@ pub struct VfioSessionView {
     pub waits: Option<(&'static str, Duration)>,
 }
 
-/// The reply to a command that needs a silent device.
+/// The reply to a command that begins a change.
 struct PendingReply {
     message: Vec<u8>,
     no_reply: bool,
@@ -128,7 +128,7 @@ pub struct VfioUserSession {
     events: EventFlags,
     /// Sent once the change of the controller is made.
     pending: Option<PendingReply>,
-    /// The next command that needs a silent device, behind that one. No message is read before it is handled.
+    /// The next command that begins a change, behind that one. No message is read before it is handled.
     deferred: Option<Frame<OwnedFd>>,
     /// The session has ended for this reason; its device is not silent yet.
     ending: Option<VfioSessionError>,
@@ -241,7 +241,7 @@ impl VfioUserSession {
         };
         match (frame, &mut self.function) {
             (Some(frame), _) => {
-                if self.pending.is_some() && needs_silence(&frame) {
+                if self.pending.is_some() && begins_change(&frame) {
                     self.deferred = Some(frame);
                     return Ok(true);
                 }
@@ -259,7 +259,7 @@ impl VfioUserSession {
         Ok(false)
     }
 
-    /// Makes the pending change if the device is silent by then, sends its reply, and handles the command behind it.
+    /// Makes the pending change if that is possible by then, sends its reply, and handles the command behind it.
     /// Returns whether there was one.
     fn finish_pending(&mut self, until: Option<Instant>) -> Result<bool, VfioSessionError> {
         if let Some(function) = &mut self.function
@@ -397,12 +397,12 @@ impl VfioUserSession {
                     log.warn(format_args!("the guest's memory is not shared, and no command reaches it; {SHARE}"));
                 }
                 match function.map(config, map, descriptors.pop())? {
-                    Ok(_) => VfioReply::DmaMap,
+                    Ok(()) => VfioReply::DmaMap,
                     Err(error) => return Ok(Err((error.errno(), format!("DMA_MAP: {error}")))),
                 }
             }
             VfioRequest::DmaUnmap(unmap) => match function.unmap(config, unmap)? {
-                Ok(_) => VfioReply::DmaUnmap(*unmap),
+                Ok(()) => VfioReply::DmaUnmap(*unmap),
                 Err(error) => return Ok(Err((error.errno(), format!("DMA_UNMAP: {error}")))),
             },
             VfioRequest::DeviceGetInfo => VfioReply::DeviceGetInfo(DeviceRegions {
@@ -474,8 +474,8 @@ impl VfioUserSession {
     }
 }
 
-/// Whether a command is answered only once the device is silent.
-fn needs_silence(frame: &Frame<OwnedFd>) -> bool {
+/// Whether a command begins a change, and is answered once that is made.
+fn begins_change(frame: &Frame<OwnedFd>) -> bool {
     let is_reset = |access: &RegionAccess, bytes: &[u8]| {
         access.region == region_index::CONFIG && PciFunction::is_reset(access.offset, bytes)
     };

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use blkyard_export::{
-    BoundSocket, HwQueueSet, NvmeDisk, NvmeDoorbells, NvmeQueuePoller, SocketConfig, VfioUserExport, VfioUserServer,
-    queue_pair,
+    BoundSocket, DetachedQueue, HwQueueSet, NvmeDisk, NvmeDoorbells, NvmeQueuePoller, NvmeQueueRemote, QueueShare,
+    SocketConfig, VfioUserExport, VfioUserServer, queue_pair,
 };
 use blkyard_mq::{HwQueue, HwQueueConfig};
 use blkyard_nvme::{Psdt, Sqe, io};
@@ -46,32 +46,55 @@ impl NvmeWorld {
 
     /// Namespaces 1, 2 and so on are these devices.
     pub fn of_devices(devices: &[AnyDevice], queues: usize, lanes: usize, doorbells: NvmeDoorbells) -> NvmeWorld {
-        let config = |number| LaneConfig { name: format!("lane{number}"), ..LaneConfig::default() };
-        let mut dealt = Lanes::start(lanes, config).unwrap();
+        let mut dealt = NvmeWorld::lanes(lanes);
         let mut remotes = Vec::new();
         for number in 0..queues {
             let (remote, port) = queue_pair();
-            let config = HwQueueConfig::default();
-            let queues: Vec<_> = devices
-                .iter()
-                .map(|device| HwQueue::new(device.queue(config.depth), Arc::new(device.info.clone()), config))
-                .collect();
-            let make = move || NvmeQueuePoller::new(HwQueueSet::new::<Ring>(queues).unwrap(), (), port);
+            let hw = hw_queues(devices, HwQueueConfig::default());
+            let make = move || NvmeQueuePoller::new(HwQueueSet::new::<Ring>(hw).unwrap(), (), port);
             dealt.admit(number % lanes, make).unwrap();
             remotes.push(remote);
         }
+        NvmeWorld::serving(devices, remotes, dealt, doorbells)
+    }
+
+    /// The same on one lane, where all queues share a hardware queue for each device.
+    pub fn shared(devices: &[AnyDevice], queues: usize) -> NvmeWorld {
+        let mut lanes = NvmeWorld::lanes(1);
+        let usual = HwQueueConfig::default();
+        let share = QueueShare { bios: usual.bios_max, depth: usual.depth, devices: devices.len() };
+        let (remotes, ports): (Vec<_>, Vec<_>) = (0..queues).map(|_| queue_pair()).unzip();
+        let mut detached = ports.into_iter().map(|port| DetachedQueue::new((), port, share).unwrap());
+        let first = detached.next().unwrap();
+        let hw = hw_queues(devices, HwQueueConfig { bios_max: usual.bios_max * queues, ..usual });
+        let make = move || NvmeQueuePoller::of_detached(HwQueueSet::new::<Ring>(hw).unwrap(), first);
+        lanes.admit(0, make).unwrap();
+        detached.for_each(|queue| remotes[0].mover().adopt(queue, PATIENCE).unwrap());
+        NvmeWorld::serving(devices, remotes, lanes, NvmeDoorbells::Message)
+    }
+
+    fn lanes(lanes: usize) -> Lanes<NvmeQueuePoller<AnyQueue>> {
+        Lanes::start(lanes, |number| LaneConfig { name: format!("lane{number}"), ..LaneConfig::default() }).unwrap()
+    }
+
+    fn serving(
+        devices: &[AnyDevice],
+        remotes: Vec<NvmeQueueRemote>,
+        lanes: Lanes<NvmeQueuePoller<AnyQueue>>,
+        doorbells: NvmeDoorbells,
+    ) -> NvmeWorld {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("nvme.sock");
         let socket = SocketConfig { path: path.clone(), mode: None, group: None };
         let namespaces = (1..).zip(devices).map(|(nsid, device)| (nsid, device.info.clone())).collect();
         let config = VfioUserExport {
             name: "nvme".into(),
-            disk: NvmeDisk::of_namespaces(namespaces, queues as u16, SERIAL).with_doorbells(doorbells),
+            disk: NvmeDisk::of_namespaces(namespaces, remotes.len() as u16, SERIAL).with_doorbells(doorbells),
             queues: remotes,
             domains: devices.iter().flat_map(|device| device.domains.clone()).collect(),
         };
         let server = VfioUserServer::start(BoundSocket::bind(&socket).unwrap(), config).unwrap();
-        NvmeWorld { path, server: Some(server), lanes: dealt, folder }
+        NvmeWorld { path, server: Some(server), lanes, folder }
     }
 
     pub fn server(&self) -> &VfioUserServer {
@@ -89,6 +112,11 @@ impl NvmeWorld {
         ended.recv_timeout(PATIENCE).expect("the lanes end").unwrap();
         assert_eq!(self.folder.path().read_dir().unwrap().count(), 0, "a socket was left behind");
     }
+}
+
+fn hw_queues(devices: &[AnyDevice], config: HwQueueConfig) -> Vec<HwQueue<AnyQueue>> {
+    let hw = |device: &AnyDevice| HwQueue::new(device.queue(config.depth), Arc::new(device.info.clone()), config);
+    devices.iter().map(hw).collect()
 }
 
 /// A client that says what it is told to.

@@ -89,7 +89,7 @@ impl World {
         let disk = BlkConfig::new(&info, queues as u16, SEG_MAX, true);
         let share = QueueShare { bios: usual.bios_max, depth: usual.depth, devices: 1 };
         let (remotes, ports): (Vec<_>, Vec<_>) = (0..queues).map(|_| queue_pair()).unzip();
-        let virtqueue = |port| DetachedVirtqueue::new(SerialId::new(SERIAL).unwrap(), port, share, 0).unwrap();
+        let virtqueue = |port| DetachedVirtqueue::new(SerialId::new(SERIAL).unwrap(), port, share).unwrap();
         let mut virtqueues = ports.into_iter().map(virtqueue);
         let first = virtqueues.next().unwrap();
         dealt.admit(0, move || VirtqueuePoller::of_detached(HwQueue::new(driver, info, config), first)).unwrap();

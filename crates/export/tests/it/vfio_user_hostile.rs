@@ -539,6 +539,7 @@ fn unmapped_memory_is_released_before_the_reply() {
     });
     gate.set_shut(false);
     host.client.call(&map(AdminHost::BASE, 0x10000, 0), &[host.memory.as_fd()]).unwrap();
+    crate::common::until("the flushes are answered", || host.status(1, 4) == Some(0));
     assert_eq!(host.admin(Sqe::new(admin::KEEP_ALIVE, 0)), Some(0));
     host.put(2, 0, Sqe::with_blocks(io::READ, 1, 0, 1, 0).with_data(Psdt::Prp, [page(4), 0]));
     host.write(0x1080, &[1, 0, 0, 0]);

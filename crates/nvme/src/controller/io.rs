@@ -13,6 +13,9 @@
 //! blocks to verify, and a flush of all namespaces need several bios, one such command at a time. Compare reads into
 //! memory of the controller, one command at a time; a second one blocks the queue until the first is complete.
 //!
+//! When the host changes its memory, later commands use the new one at once. Bios in flight keep theirs, so each
+//! command notes the regions of its bios.
+//!
 //! At a controller reset, fetching ends at once and no completion is written any more. The queue is stopped when the
 //! last bio has returned: until then a device may write to the memory of the host.
 
@@ -30,6 +33,7 @@ use super::logs::ErrorEntry;
 use super::pair::Fetched;
 use super::rings::{CompletionRing, DoorbellFault, SubmissionRing};
 use super::{NamespaceTable, ServedNamespace};
+use crate::dma::RegionSet;
 use crate::doorbell::Doorbells;
 use crate::{DmaMap, DsmRange, IoCommand, IoParser, NamespaceFormat, NvmeStatus, Sqe, io};
 
@@ -43,11 +47,32 @@ pub struct ControllerMemory {
     /// Region of the controller's own memory: two parts of `transfer_bytes` for each completion queue.
     bounce: u32,
     transfer_bytes: u32,
+    /// Number of changes before it.
+    version: u64,
 }
 
 impl ControllerMemory {
     pub(crate) fn new(map: DmaMap, bounce: u32, transfer_bytes: u32) -> ControllerMemory {
-        ControllerMemory { map: Arc::new(map), bounce, transfer_bytes }
+        ControllerMemory { map: Arc::new(map), bounce, transfer_bytes, version: 0 }
+    }
+
+    /// The memory after a change of this one.
+    pub(crate) fn changed(&self, map: DmaMap, bounce: u32) -> ControllerMemory {
+        ControllerMemory { map: Arc::new(map), bounce, version: self.version + 1, ..*self }
+    }
+
+    /// The same without the memory of the host.
+    #[must_use]
+    pub fn without_host(&self) -> ControllerMemory {
+        let mut slots = vec![None; self.bounce as usize];
+        slots.push(self.table().region(self.bounce).cloned());
+        let map = DmaMap::new(Arc::new(RegionTable::of_slots(slots)), Vec::new());
+        ControllerMemory { map: Arc::new(map.unwrap_or_default()), ..self.clone() }
+    }
+
+    /// Number of changes before it. A newer one has the regions of all bios in flight.
+    pub fn version(&self) -> u64 {
+        self.version
     }
 
     /// The regions that the segments of bios point into.
@@ -72,6 +97,8 @@ impl ControllerMemory {
 pub(crate) struct IoShared {
     /// Whether the volatile write cache is disabled: each write is durable when it completes.
     pub(crate) write_through: AtomicBool,
+    /// Over fabrics: time from which no further command is executed, ns by the controller's clock.
+    pub(crate) serves_until_ns: AtomicU64,
     pub(crate) reads: AtomicU64,
     pub(crate) writes: AtomicU64,
     pub(crate) sectors_read: AtomicU64,
@@ -111,8 +138,8 @@ pub enum ControllerQueueCommand {
     SetDoorbells(Doorbells),
     /// The namespaces have changed.
     SetNamespaces(Arc<NamespaceTable>),
-    /// Use the changed memory of the host, once no bio is in flight. A ring that is not mapped pauses until a later
-    /// change maps it.
+    /// Use the changed memory of the host for later commands. A ring that is not mapped pauses until a later change
+    /// maps it.
     SetMemory(ControllerMemory, Doorbells),
     /// Stop for a reset or shutdown of the controller. The owner drops the queue after the reply.
     Stop,
@@ -140,7 +167,7 @@ pub enum ControllerQueueReply {
     },
     /// The shadow doorbells are in use.
     DoorbellsSet,
-    /// The previous memory is no longer used.
+    /// The new memory is used, and no bio is in flight in a region that has no address there.
     MemorySet,
     /// The memory of the host is no longer written; the queue may be dropped.
     Stopped,
@@ -161,6 +188,8 @@ struct IoCommandState {
     status: Status,
     /// Bios in flight.
     bios: u32,
+    /// Regions of all its bios so far.
+    regions: RegionSet,
     nsid: u32,
     slba: u64,
     sectors: u32,
@@ -214,8 +243,10 @@ pub struct ControllerIoQueue {
     group: QueueGroup,
     parser: IoParser,
     memory: ControllerMemory,
-    /// New memory, to be used once no bio is in flight.
-    next_memory: Option<(ControllerMemory, Doorbells)>,
+    /// Regions that have lost their addresses while bios named them.
+    leaving: RegionSet,
+    /// Changes of memory that are not answered because of these.
+    memory_changes: u32,
     namespaces: Arc<NamespaceTable>,
     shared: Arc<IoShared>,
     commands: Box<[IoCommandState]>,
@@ -226,8 +257,8 @@ pub struct ControllerIoQueue {
     /// A fetched command that is to be started: a Compare that waits for the previous one, or the command of a restored
     /// queue.
     parked: Option<Fetched>,
-    /// The Compare in flight, and the host's data.
-    compare: Option<u16>,
+    /// The Compare in flight, its memory, and the host's data.
+    compare: Option<(u16, ControllerMemory)>,
     compare_segments: Vec<Segment>,
     is_stopping: bool,
     replies: VecDeque<ControllerQueueReply>,
@@ -265,7 +296,8 @@ impl ControllerIoQueue {
             group,
             parser,
             memory,
-            next_memory: None,
+            leaving: RegionSet::default(),
+            memory_changes: 0,
             namespaces,
             shared,
             commands: vec![IoCommandState::default(); usize::from(depth)].into(),
@@ -285,7 +317,7 @@ impl ControllerIoQueue {
     pub(super) fn snapshot(&self) -> Option<IoQueueSnapshot> {
         let started = self.expansion.map(|(token, _)| Fetched { token, sqe: self.expanded });
         let is_at_rest = self.bios_out == 0
-            && self.next_memory.is_none()
+            && self.memory_changes == 0
             && !self.is_stopping
             && self.compare.is_none()
             && self.replies.is_empty();
@@ -335,6 +367,11 @@ impl ControllerIoQueue {
         self.memory.table()
     }
 
+    /// The present memory.
+    pub fn memory(&self) -> &ControllerMemory {
+        &self.memory
+    }
+
     /// Number of commands in flight.
     pub fn in_flight(&self) -> usize {
         self.group.in_flight()
@@ -349,12 +386,14 @@ impl ControllerIoQueue {
     /// also count commands without a bio, since a host can send any number of them.
     #[inline]
     pub fn fetch(&mut self, bio: &mut Bio) -> NextBio {
-        if self.is_stopping || self.next_memory.is_some() {
+        if self.is_stopping {
             return NextBio::Unavailable;
         }
         let next = self.next_bio(bio);
         if let NextBio::Bio(token) = next {
-            self.commands[usize::from(token)].bios += 1;
+            let command = &mut self.commands[usize::from(token)];
+            command.bios += 1;
+            bio.segments.iter().for_each(|segment| command.regions.add(segment.region));
             self.bios_out += 1;
         }
         if let NextBio::Unavailable = next {
@@ -384,8 +423,8 @@ impl ControllerIoQueue {
         if is_over {
             self.finish(token);
         }
-        if self.bios_out == 0 && self.next_memory.is_some() {
-            self.change_memory();
+        if self.memory_changes > 0 {
+            self.answer_memory_changes();
         }
     }
 
@@ -398,7 +437,7 @@ impl ControllerIoQueue {
 
     /// Requests doorbell writes from the host before the owner sleeps. Returns whether a command or reply is available.
     pub fn arm(&mut self) -> bool {
-        if self.is_stopping || self.next_memory.is_some() {
+        if self.is_stopping {
             return !self.replies.is_empty();
         }
         let can_fetch = self.group.arm();
@@ -428,13 +467,11 @@ impl ControllerIoQueue {
             }
             ControllerQueueCommand::SetNamespaces(namespaces) => self.namespaces = namespaces,
             ControllerQueueCommand::SetMemory(memory, doorbells) => {
-                if self.next_memory.replace((memory, doorbells)).is_some() {
-                    // The reply for memory that was never used; the reply for this memory follows.
-                    self.replies.push_back(ControllerQueueReply::MemorySet);
-                }
-                if self.bios_out == 0 {
-                    self.change_memory();
-                }
+                self.leaving.add_lost(self.memory.map().regions(), memory.map().regions());
+                self.memory_changes += 1;
+                self.group.bind(memory.map(), &doorbells, false);
+                self.memory = memory;
+                self.answer_memory_changes();
             }
             ControllerQueueCommand::Stop => {
                 self.is_stopping = true;
@@ -552,7 +589,9 @@ impl ControllerIoQueue {
                 Ok(NextBio::Unavailable)
             }
             IoCommand::Compare => {
-                self.compare = Some(token);
+                let regions = &mut self.commands[usize::from(token)].regions;
+                bio.segments.iter().for_each(|segment| regions.add(segment.region));
+                self.compare = Some((token, self.memory.clone()));
                 std::mem::swap(&mut self.compare_segments, &mut bio.segments);
                 bio.segments.clear();
                 bio.segments.push(self.memory.bounce(self.cqid, 0, bio.bytes()));
@@ -605,11 +644,10 @@ impl ControllerIoQueue {
         let IoCommandState { opcode, status, sectors, is_aborted, .. } = self.commands[usize::from(token)];
         let is_write = matches!(opcode, io::WRITE | io::WRITE_ZEROES | io::DSM | io::FLUSH);
         let mut result = if is_write { NvmeStatus::from_write_status(status) } else { NvmeStatus::from_status(status) };
-        if self.compare == Some(token) {
-            self.compare = None;
-            if status.is_ok() {
-                result = self.compare_data(sectors);
-            }
+        if let Some((_, memory)) = self.compare.take_if(|(comparing, _)| *comparing == token)
+            && status.is_ok()
+        {
+            result = self.compare_data(&memory, sectors);
         }
         if is_aborted {
             result = NvmeStatus::ABORT_REQUESTED;
@@ -661,11 +699,11 @@ impl ControllerIoQueue {
     }
 
     /// Compares read data with that of the host; each byte of the host is read once.
-    fn compare_data(&self, sectors: u32) -> NvmeStatus {
+    fn compare_data(&self, memory: &ControllerMemory, sectors: u32) -> NvmeStatus {
         const CHUNK: usize = 512;
         let (mut ours, mut theirs) = ([0; CHUNK], [0; CHUNK]);
-        let table = self.memory.table();
-        let mut own = self.memory.bounce(self.cqid, 0, u64::from(sectors) << SECTOR_SHIFT);
+        let table = memory.table();
+        let mut own = memory.bounce(self.cqid, 0, u64::from(sectors) << SECTOR_SHIFT);
         for segment in &self.compare_segments {
             let mut rest = *segment;
             while rest.len > 0 {
@@ -688,11 +726,17 @@ impl ControllerIoQueue {
         NvmeStatus::SUCCESS
     }
 
-    fn change_memory(&mut self) {
-        let Some((memory, doorbells)) = self.next_memory.take() else { return };
-        self.group.bind(memory.map(), &doorbells, false);
-        self.memory = memory;
-        self.replies.push_back(ControllerQueueReply::MemorySet);
+    /// Answers changes of memory once no bio names a region that they have taken away.
+    #[cold]
+    fn answer_memory_changes(&mut self) {
+        let is_held = |command: &IoCommandState| command.bios > 0 && command.regions.meets(self.leaving);
+        if self.commands.iter().any(is_held) {
+            return;
+        }
+        self.leaving = RegionSet::default();
+        for _ in 0..std::mem::take(&mut self.memory_changes) {
+            self.replies.push_back(ControllerQueueReply::MemorySet);
+        }
     }
 
     fn take_faults(&mut self) {

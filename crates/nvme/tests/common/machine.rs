@@ -127,6 +127,19 @@ pub fn map_of(region: &Arc<Region>) -> DmaMap {
     DmaMap::new(table, vec![range]).unwrap()
 }
 
+/// The same, with another region that has this address or none.
+pub fn map_with(region: &Arc<Region>, other: &Arc<Region>, addr: Option<u64>) -> DmaMap {
+    let table = Arc::new(RegionTable::new(vec![Arc::clone(region), Arc::clone(other)]));
+    let range = DmaRange { addr: BASE, len: MEMORY_BYTES as u64, region: 0, offset: GUARD_BYTES as u64 };
+    let more = addr.map(|addr| DmaRange { addr, len: other.len() as u64, region: 1, offset: 0 });
+    DmaMap::new(table, [range].into_iter().chain(more).collect()).unwrap()
+}
+
+/// The memory of a host that has unmapped all of it: bios in flight still find theirs.
+pub fn unmapped(region: &Arc<Region>) -> DmaMap {
+    DmaMap::new(Arc::new(RegionTable::new(vec![Arc::clone(region)])), vec![]).unwrap()
+}
+
 impl Machine {
     pub fn new() -> Machine {
         Machine::with(options())

@@ -8,6 +8,7 @@ use proptest::prelude::*;
 
 use crate::machine::{
     BASE, DEVICE_BYTES, MDTS_BYTES, MEMORY_BYTES, Machine, PAGE, RawQueue, UNMAPPED, info, map_of, namespaces, result,
+    unmapped,
 };
 
 const END: u64 = BASE + MEMORY_BYTES as u64;
@@ -375,7 +376,7 @@ fn no_error_is_cleaned_up_twice() {
     let shutdown: Step = |machine| {
         machine.write32(CC, ControllerConfig { shutdown: 2, ..Machine::config() }.bits());
     };
-    let unmapped: Step = |machine| machine.controller.set_memory(&blkyard_nvme::DmaMap::default());
+    let unmapped: Step = |machine| machine.controller.set_memory(&unmapped(&machine.region.clone()));
     let mapped: Step = |machine| machine.controller.set_memory(&map_of(&machine.region.clone()));
     let turn: Step = |machine| {
         machine.turn();
@@ -599,8 +600,8 @@ fn perform(machine: &mut Machine, queues: &mut [RawQueue; 4], deed: &Deed) {
         }
         Deed::Answer(is_ok) => machine.answer = if *is_ok { Status::Ok } else { Status::Medium },
         Deed::Map(is_mapped) => {
-            let map = map_of(&machine.region.clone());
-            machine.controller.set_memory(if *is_mapped { &map } else { &UNMAPPED_ALL });
+            let map = if *is_mapped { map_of(&machine.region) } else { unmapped(&machine.region) };
+            machine.controller.set_memory(&map);
         }
         Deed::Namespaces(has) => {
             machine.controller.set_namespaces(if *has { namespaces() } else { NamespaceTable::new(3) });
@@ -611,8 +612,6 @@ fn perform(machine: &mut Machine, queues: &mut [RawQueue; 4], deed: &Deed) {
         }),
     }
 }
-
-static UNMAPPED_ALL: std::sync::LazyLock<blkyard_nvme::DmaMap> = std::sync::LazyLock::new(Default::default);
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]

@@ -1,13 +1,11 @@
 //! I/O queues of the controller: the effect of every command, shared completion queues, and the fate of I/O in flight.
 
-use blkyard_mem::CountingAllocator;
+use blkyard_mem::{CountingAllocator, Region};
 use blkyard_mq::{Bio, Op, Status};
 use blkyard_nvme::registers::CC;
-use blkyard_nvme::{
-    ControllerQueueReply, Cqe, DmaMap, NextBio, NvmeStatus, Psdt, SQE_BYTES, Sqe, admin, control, feature, io,
-};
+use blkyard_nvme::{ControllerQueueReply, Cqe, NextBio, NvmeStatus, Psdt, SQE_BYTES, Sqe, admin, control, feature, io};
 
-use crate::machine::{BASE, Machine, PAGE, RawQueue, map_of, namespaces, result};
+use crate::machine::{BASE, Machine, PAGE, RawQueue, map_of, map_with, namespaces, result, unmapped};
 
 fn blocks(opcode: u8, nsid: u32, slba: u64, blocks: u32, addr: u64) -> Sqe {
     Sqe::with_blocks(opcode, nsid, slba, blocks, 0).with_data(Psdt::Prp, [addr, addr + PAGE])
@@ -390,29 +388,67 @@ fn nothing_is_written_after_a_reset_is_over() {
 }
 
 #[test]
-fn memory_changes_when_no_bio_is_out() {
+fn commands_go_on_while_memory_changes() {
     let mut machine = Machine::enabled();
     let mut queue = machine.queue_pair(1, 8);
     let data = machine.pages(2);
     machine.is_held = true;
-    push_all(&mut machine, &mut queue, &[blocks(io::READ, 1, 0, 1, data)]);
-    machine.run();
-    let map = map_of(&machine.region);
-    machine.controller.set_memory(&map);
-    push_all(&mut machine, &mut queue, &[blocks(io::READ, 1, 0, 1, data)]);
-    machine.run();
-    assert!(machine.controller.is_remapping());
-    assert_eq!(machine.held.len(), 1, "nothing is fetched meanwhile");
+    for held in 1..4 {
+        push_all(&mut machine, &mut queue, &[blocks(io::READ, 1, 0, 1, data)]);
+        machine.run();
+        assert_eq!(machine.held.len(), held, "commands are fetched meanwhile");
+        let map = map_of(&machine.region);
+        machine.controller.set_memory(&map);
+        machine.run();
+        assert!(!machine.controller.is_remapping(), "no memory has lost its address");
+    }
     machine.is_held = false;
     machine.run();
-    assert!(!machine.controller.is_remapping());
-    assert_eq!(machine.take(&mut queue).len(), 2);
+    assert_eq!(machine.take(&mut queue).len(), 3);
     assert_eq!(machine.admin(Sqe::abort(9, 9)), Ok(1), "the admin queue goes on");
+}
+
+#[test]
+fn memory_is_left_once_no_bio_names_it() {
+    const OTHER: u64 = 1 << 40;
+    for opcode in [io::READ, io::WRITE, io::COMPARE] {
+        let mut machine = Machine::enabled();
+        let mut queue = machine.queue_pair(1, 8);
+        let data = machine.pages(2);
+        let other = Region::anonymous(0x2000).unwrap();
+        let maps = [Some(OTHER), None].map(|addr| map_with(&machine.region, &other, addr));
+        machine.controller.set_memory(&maps[0]);
+        machine.run();
+        machine.is_held = true;
+        push_all(&mut machine, &mut queue, &[blocks(opcode, 1, 0, 1, OTHER)]);
+        machine.run();
+        for _ in 0..2 {
+            machine.controller.set_memory(&maps[1]);
+            machine.run();
+            assert!(machine.controller.is_remapping(), "a bio names it");
+        }
+        let before = machine.held.len();
+        push_all(&mut machine, &mut queue, &[blocks(io::READ, 1, 0, 1, data), blocks(io::READ, 1, 0, 1, OTHER)]);
+        machine.run();
+        assert_eq!(machine.held.len(), before + 1, "commands with other memory go on");
+        let refused: Vec<_> = machine.take(&mut queue).iter().map(|cqe| cqe.status()).collect();
+        assert_eq!(refused, [NvmeStatus::DATA_TRANSFER_ERROR.with_dnr()]);
+        // The later command does not hold it up.
+        let (later, first) = machine.held.drain(..).partition(|(_, bio)| bio.segments[0].region == 0);
+        machine.held = first;
+        machine.release();
+        machine.held = later;
+        machine.run();
+        assert!(!machine.controller.is_remapping());
+        machine.is_held = false;
+        machine.run();
+        assert!(machine.take(&mut queue).iter().all(|cqe| cqe.status().is_success()));
+    }
 }
 
 /// Use of memory that the host has unmapped.
 fn unmap(machine: &mut Machine) {
-    machine.controller.set_memory(&DmaMap::default());
+    machine.controller.set_memory(&unmapped(&machine.region.clone()));
     machine.run();
     assert!(!machine.controller.is_remapping(), "the memory is no longer used");
 }
@@ -475,7 +511,7 @@ fn rings_continue_when_they_are_mapped_again() {
         // Commands that were announced before are fetched afterwards.
         let early: Vec<_> = (0..3).map(|at| put(&mut machine, &mut queue, blocks(io::READ, 1, at, 1, data))).collect();
         ring(&mut machine, &queue);
-        machine.controller.set_memory(&DmaMap::default());
+        machine.controller.set_memory(&unmapped(&machine.region.clone()));
         machine.run();
         assert!(machine.held.is_empty() && !machine.status().fatal);
         map_again(&mut machine);

@@ -101,11 +101,6 @@ impl<T> BioPool<T> {
         self.free.iter_mut().for_each(|bio| set_member(bio, member));
     }
 
-    /// Free bios. None is in the hardware queue.
-    pub(super) fn free_mut(&mut self) -> &mut [Box<Bio>] {
-        &mut self.free
-    }
-
     /// Limits the bios in the hardware queue. Excess bios leave it when they complete.
     pub(super) fn set_out_max(&mut self, out_max: usize) {
         self.out_max = out_max;

@@ -4,14 +4,14 @@
 //! suspended independently: it is drained when its own bios have returned. A bio's cookie names its client queue.
 //!
 //! Owned by a [`QueuePoller`](super::QueuePoller), which lends it the hardware queue for each step of a round. Memory
-//! belongs to the hardware queue: the first client queue that starts sets it, the others must have the same memory, and
-//! the last one that stops clears it. Only the protocol knows the content of a ring ([`QueueSession`]).
+//! belongs to the hardware queue: the first client queue that starts sets it, the others must have the same memory or a
+//! newer one, and the last one that stops clears it. Only the protocol knows the content of a ring ([`QueueSession`]).
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
 
-use blkyard_mem::{OneshotSender, RegionTable};
+use blkyard_mem::OneshotSender;
 use blkyard_mq::{Bio, DeviceInfo, Driver, HwStats, SignalEventfd, SignalSlot};
 use blkyard_sys::EventFd;
 
@@ -46,6 +46,9 @@ pub(crate) struct ClientQueue<S: QueueSession> {
     retiring: bool,
     /// Set if the queue moves to another lane once it is drained.
     leaving: bool,
+    /// Until then nothing is fetched: requests of the process before this one were left in flight, and the device may
+    /// still execute them.
+    held_until_ns: Option<u64>,
     signal: SignalSlot,
     /// The eventfd that the control path has had it signal last, apart from its session.
     aside: Option<Arc<EventFd>>,
@@ -73,6 +76,7 @@ impl<S: QueueSession> ClientQueue<S> {
             flushing: Flushing::new(number, devices),
             retiring: false,
             leaving: false,
+            held_until_ns: None,
             signal: SignalSlot::default(),
             aside: None,
             aside_signal: SignalSlot::default(),
@@ -108,11 +112,6 @@ impl<S: QueueSession> ClientQueue<S> {
     /// depths of several members. Otherwise a member may use the unused share of the others.
     pub(super) fn bound_bios(&mut self, shares_depth: bool) {
         self.bios.set_out_max(if shares_depth && self.is_depth_set { self.depth } else { usize::MAX });
-    }
-
-    /// Sets the stream of its bios.
-    pub(super) fn set_stream(&mut self, stream: u32) {
-        self.bios.free_mut().iter_mut().for_each(|bio| bio.stream = stream);
     }
 
     pub(super) fn set_leaving(&mut self, leaving: bool) {
@@ -157,7 +156,7 @@ impl<S: QueueSession> ClientQueue<S> {
         if let Some(session) = &self.session {
             leave_kick(session, kicks, cx);
             if !shares {
-                hw.set_memory(cx, &Arc::new(RegionTable::default()));
+                hw.clear_memory(cx);
             }
         }
         self.parting.take()
@@ -172,10 +171,13 @@ impl<S: QueueSession> ClientQueue<S> {
         shares: bool,
     ) {
         let Some(session) = &mut self.session else { return };
-        if !shares {
-            hw.set_memory(cx, session.memory());
-        } else if !hw.memory().is_same(session.memory()) {
-            // Changes of memory suspend all queues first, which does not include this one.
+        if shares {
+            hw.renew_memory(cx, session);
+        } else {
+            hw.set_memory(cx, session);
+        }
+        if !hw.has_memory_of(session) {
+            // A protocol without versions suspends all queues first, which does not include this one.
             session.stop("the other queues of its hardware queue run with other memory");
         }
         if let Some(kicks) = kicks {
@@ -203,12 +205,16 @@ impl<S: QueueSession> ClientQueue<S> {
         hw: &mut HwQueueSet<D>,
         kicks: Option<&KickSet>,
         cx: &mut Cx,
-        shares: bool,
+        (shares, now_ns): (bool, u64),
         command: ClientCommand<S>,
     ) {
         match command {
             ClientCommand::Run(setup, answer) => {
-                let _ = answer.send(self.start(hw, kicks, cx, shares, *setup));
+                let started = self.start(hw, kicks, cx, shares, *setup);
+                if started.is_ok() {
+                    self.hold(hw.silence_ns(), now_ns);
+                }
+                let _ = answer.send(started);
             }
             ClientCommand::Suspend(answer) => self.suspending.push(answer),
             ClientCommand::Flush(answer) => self.flushing.ask(answer),
@@ -218,7 +224,7 @@ impl<S: QueueSession> ClientQueue<S> {
                 }
                 let _ = answer.send(());
             }
-            ClientCommand::Notify => self.notify(hw, cx),
+            ClientCommand::Notify => self.notify(hw, cx, now_ns),
             ClientCommand::Signal(eventfd, answer) => {
                 if !self.aside.as_ref().is_some_and(|last| Arc::ptr_eq(last, &eventfd)) {
                     cx.forget(&mut self.aside_signal);
@@ -256,16 +262,38 @@ impl<S: QueueSession> ClientQueue<S> {
 
     /// Has its session handle what the control path has left for it, after the requests that the client submitted
     /// before.
-    fn notify<Cx: ?Sized + SignalEventfd, D>(&mut self, hw: &mut HwQueueSet<D>, cx: &mut Cx) {
+    fn notify<Cx: ?Sized + SignalEventfd, D: Driver<Cx>>(&mut self, hw: &mut HwQueueSet<D>, cx: &mut Cx, now_ns: u64) {
         let stopping = self.is_stopping();
         let Some(session) = &mut self.session else { return };
-        let most = if stopping || session.is_broken() { 0 } else { session.round_max() };
+        let most =
+            if stopping || self.held_until_ns.is_some() || session.is_broken() { 0 } else { session.round_max() };
         let most = most.min(hw.room()).min(self.bios.room());
         let (identity, refusals) = (&self.identity, &*self.refusals);
-        let mut feed = BioFeed { hw, bios: &mut self.bios, identity, refusals };
+        let mut feed = BioFeed { hw, bios: &mut self.bios, identity, refusals, now_ns };
         session.fetch(&mut feed, most, false);
         session.notified(&mut feed);
+        hw.renew_memory(cx, session);
         session.publish(&mut QueueSignals { cx, slot: &mut self.signal });
+    }
+
+    /// Holds its requests back if some were left in flight, and the device may execute those of a dead process for this
+    /// time.
+    fn hold(&mut self, silence_ns: u64, now_ns: u64) {
+        let left = self.session.as_ref().filter(|session| silence_ns > 0 && session.left() > 0);
+        self.held_until_ns = left.map(|session| {
+            session.held(silence_ns);
+            now_ns.saturating_add(silence_ns)
+        });
+    }
+
+    /// Until when it fetches nothing.
+    pub(super) fn held_until_ns(&self) -> Option<u64> {
+        self.held_until_ns
+    }
+
+    /// Fetches again if that time has come.
+    pub(super) fn end_hold(&mut self, now_ns: u64) {
+        self.held_until_ns.take_if(|until_ns| now_ns >= *until_ns);
     }
 
     fn start<Cx: ?Sized + SignalEventfd, D: Driver<Cx>>(
@@ -280,14 +308,16 @@ impl<S: QueueSession> ClientQueue<S> {
             return Err("the queue is running already".into());
         }
         let mut session = S::start(setup)?;
-        if shares && !hw.memory().is_same(session.memory()) {
+        if shares {
+            hw.renew_memory(cx, &session);
+        } else {
+            hw.set_memory(cx, &session);
+        }
+        if !hw.has_memory_of(&session) {
             return Err("the other queues of its hardware queue use other memory".into());
         }
         if let Some(kicks) = kicks {
             join_kicks(&mut session, kicks);
-        }
-        if !shares {
-            hw.set_memory(cx, session.memory());
         }
         session.begin(&mut QueueSignals { cx, slot: &mut self.signal });
         self.session = Some(session);
@@ -308,7 +338,7 @@ impl<S: QueueSession> ClientQueue<S> {
         leave_kick(&session, kicks, cx);
         let base = session.rest(&mut QueueSignals { cx, slot: &mut self.signal });
         if !shares {
-            hw.set_memory(cx, &Arc::new(RegionTable::default()));
+            hw.clear_memory(cx);
         }
         for answer in self.suspending.drain(..) {
             let _ = answer.send(Some(base));
@@ -324,7 +354,8 @@ impl<S: QueueSession> ClientQueue<S> {
             hw.namespaces.iter_mut().for_each(|namespace| (namespace.waiting, namespace.held_ns) = (0, None));
         }
         let ring = self.session.as_ref().map(S::view);
-        QueueView { ring, hw, is_suspending: self.is_draining() }
+        let held_ns = self.held_until_ns.map(|until_ns| until_ns.saturating_sub(now_ns));
+        QueueView { ring, hw, is_suspending: self.is_draining(), held_ns }
     }
 
     /// Answers commands that need no work while no session runs.
@@ -368,7 +399,7 @@ impl<S: QueueSession> ClientQueue<S> {
         hw: &mut HwQueueSet<D>,
         cx: &mut Cx,
         device_idle: bool,
-        waits: bool,
+        (waits, now_ns): (bool, u64),
         mut busy: bool,
     ) -> bool {
         let stopping = self.is_stopping();
@@ -377,6 +408,7 @@ impl<S: QueueSession> ClientQueue<S> {
         if !session.is_broken() {
             // A draining queue fetches only the requests left in flight by an earlier owner.
             let most = match (stopping, waits) {
+                _ if self.held_until_ns.is_some() => 0,
                 (true, _) => session.left().min(session.round_max()),
                 (false, true) => 0,
                 (false, false) => session.round_max(),
@@ -384,7 +416,7 @@ impl<S: QueueSession> ClientQueue<S> {
             // The control path's flush takes a slot, too, so free bios may exceed the available slots.
             let most = most.min(hw.room()).min(self.bios.room());
             let (identity, refusals) = (&self.identity, &*self.refusals);
-            let mut feed = BioFeed { hw, bios: &mut self.bios, identity, refusals };
+            let mut feed = BioFeed { hw, bios: &mut self.bios, identity, refusals, now_ns };
             busy |= session.fetch(&mut feed, most, device_idle);
         }
         // Published before the device's turn, which may be long.
@@ -430,7 +462,7 @@ impl<S: QueueSession> ClientQueue<S> {
     /// another member to drain.
     pub(super) fn arm(&mut self, room: usize, waits: bool) -> bool {
         // A stopping queue fetches nothing, and waits only for completions.
-        let fetches = !self.is_stopping() && !waits;
+        let fetches = !self.is_stopping() && !waits && self.held_until_ns.is_none();
         match &mut self.session {
             Some(session) if fetches && !session.is_broken() => {
                 let offered = session.arm() && self.bios.room() > 0 && room > 0;

@@ -16,6 +16,7 @@ use blkyard_mem::RegionTable;
 use blkyard_mq::{Bio, DeviceInfo, Driver, HwQueue, HwSnapshot, HwStats, RateLimit, SchedulerConfig};
 
 use super::kicks::DeviceEvents;
+use super::protocol::QueueSession;
 
 /// The hardware queues of an export's devices, by number of the device.
 pub struct HwQueueSet<D> {
@@ -23,11 +24,13 @@ pub struct HwQueueSet<D> {
     queues: Vec<HwQueue<D>>,
     /// Eventfds of several devices as one descriptor.
     events: Option<DeviceEvents>,
+    /// Version of the memory: [`QueueSession::memory_version`].
+    memory_version: u64,
 }
 
 impl<D> From<HwQueue<D>> for HwQueueSet<D> {
     fn from(hw: HwQueue<D>) -> HwQueueSet<D> {
-        HwQueueSet { queues: vec![hw], events: None }
+        HwQueueSet { queues: vec![hw], events: None, memory_version: 0 }
     }
 }
 
@@ -52,7 +55,7 @@ impl<D> HwQueueSet<D> {
         assert!(!queues.is_empty(), "an export without a device");
         let eventfds: Vec<_> = queues.iter().filter_map(HwQueue::eventfd).collect();
         let events = if queues.len() == 1 || eventfds.is_empty() { None } else { Some(DeviceEvents::new(&eventfds)?) };
-        Ok(HwQueueSet { queues, events })
+        Ok(HwQueueSet { queues, events, memory_version: 0 })
     }
 
     /// Number of devices.
@@ -72,6 +75,11 @@ impl<D> HwQueueSet<D> {
     /// Properties of a device.
     pub(super) fn info(&self, device: u16) -> Option<&Arc<DeviceInfo>> {
         self.queues.get(usize::from(device)).map(HwQueue::info)
+    }
+
+    /// Time for which the devices may execute requests of a process that has died, ns.
+    pub(super) fn silence_ns(&self) -> u64 {
+        self.queues.iter().map(|hw| hw.info().silence_ns).max().unwrap_or(0)
     }
 
     pub(super) fn set_info(&mut self, device: u16, info: Arc<DeviceInfo>) {
@@ -122,9 +130,9 @@ impl<D> HwQueueSet<D> {
         self.queues.iter().map(HwQueue::room).min().unwrap_or(0)
     }
 
-    /// The memory that segments point into.
-    pub(super) fn memory(&self) -> &Arc<RegionTable> {
-        self.first().memory()
+    /// Whether bios of a session can point into its memory here.
+    pub(super) fn has_memory_of(&self, session: &impl QueueSession) -> bool {
+        session.memory_version() < self.memory_version || self.first().memory().is_same(session.memory())
     }
 
     #[inline(always)]
@@ -201,11 +209,34 @@ impl<D> HwQueueSet<D> {
         self.queues.iter_mut().map(|hw| hw.issue(cx, now_ns)).fold(0, usize::saturating_add)
     }
 
-    pub(super) fn set_memory<Cx: ?Sized>(&mut self, cx: &mut Cx, memory: &Arc<RegionTable>)
+    /// Takes the memory of the first session that runs. No bio is in the queues.
+    pub(super) fn set_memory<Cx: ?Sized>(&mut self, cx: &mut Cx, session: &impl QueueSession)
     where
         D: Driver<Cx>,
     {
-        self.queues.iter_mut().for_each(|hw| hw.set_memory(cx, Arc::clone(memory)));
+        self.memory_version = session.memory_version();
+        self.queues.iter_mut().for_each(|hw| hw.set_memory(cx, Arc::clone(session.memory())));
+    }
+
+    /// Takes the memory of a session under bios in flight, if it is newer.
+    pub(super) fn renew_memory<Cx: ?Sized>(&mut self, cx: &mut Cx, session: &impl QueueSession)
+    where
+        D: Driver<Cx>,
+    {
+        if session.memory_version() > self.memory_version {
+            self.memory_version = session.memory_version();
+            self.queues.iter_mut().for_each(|hw| hw.change_memory(cx, Arc::clone(session.memory())));
+        }
+    }
+
+    /// Drops the memory. No bio is in the queues.
+    pub(super) fn clear_memory<Cx: ?Sized>(&mut self, cx: &mut Cx)
+    where
+        D: Driver<Cx>,
+    {
+        self.memory_version = 0;
+        let empty = Arc::new(RegionTable::default());
+        self.queues.iter_mut().for_each(|hw| hw.set_memory(cx, Arc::clone(&empty)));
     }
 
     pub(super) fn arm<Cx: ?Sized>(&mut self) -> bool

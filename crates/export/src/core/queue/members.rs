@@ -24,19 +24,12 @@ pub struct DetachedQueue<S: QueueSession> {
 }
 
 impl<S: QueueSession> DetachedQueue<S> {
-    /// A stopped client queue without a hardware queue. `stream` identifies its bios for schedulers and is unique for
-    /// each client queue of a device.
+    /// A stopped client queue without a hardware queue.
     ///
     /// # Errors
     /// The system has no descriptor for a set of kicks.
-    pub fn new(
-        identity: S::Identity,
-        port: QueuePort<S>,
-        share: QueueShare,
-        stream: u32,
-    ) -> io::Result<DetachedQueue<S>> {
-        let mut queue = Box::new(ClientQueue::new(0, identity, port, share));
-        queue.set_stream(stream);
+    pub fn new(identity: S::Identity, port: QueuePort<S>, share: QueueShare) -> io::Result<DetachedQueue<S>> {
+        let queue = Box::new(ClientQueue::new(0, identity, port, share));
         Ok(DetachedQueue { queue, kicks: KickSet::new()? })
     }
 }
@@ -124,6 +117,7 @@ impl<D, S: QueueSession> QueuePoller<D, S> {
         }
         self.hw.set_stats(first.stats(), &stats);
         self.first = 0;
+        self.end_holds();
         self.set_depth(None);
     }
 

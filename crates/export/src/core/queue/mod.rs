@@ -28,7 +28,7 @@ use std::ops::RangeInclusive;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
-use blkyard_mq::{Driver, Poller, PollerState, RegionTable, SignalEventfd, Wake};
+use blkyard_mq::{Driver, Poller, PollerState, SignalEventfd, Wake};
 
 use self::bios::member_of;
 use self::client::ClientQueue;
@@ -46,8 +46,8 @@ pub use self::view::{QueueView, RingView};
 
 /// Shortest and longest polling interval of a queue without a kick descriptor. In between it is an eighth of the time
 /// since the last work, so a request waits for at most an eighth of the pause before it. Each poll of a sleeping lane
-/// takes 20 to 40 us of a CPU; at the longest interval that is below 0.4 % of it.
-const POLL_NS: RangeInclusive<u64> = 200_000..=10_000_000;
+/// takes 20 to 100 us of a CPU, by the load beside it; at the longest interval that is at most 0.5 % of it.
+const POLL_NS: RangeInclusive<u64> = 200_000..=20_000_000;
 
 /// A hardware queue for each device of an export, and its members, the client queues that feed them.
 pub struct QueuePoller<D, S: QueueSession> {
@@ -63,6 +63,8 @@ pub struct QueuePoller<D, S: QueueSession> {
     /// Index of the member that feeds the hardware queue first in the next round.
     first: usize,
     now_ns: u64,
+    /// Time at which the first held member fetches again; `u64::MAX` if none is held.
+    held_until_ns: u64,
     /// Time of the last round with work.
     busy_ns: u64,
 }
@@ -89,8 +91,17 @@ impl<D, S: QueueSession> QueuePoller<D, S> {
     }
 
     fn of(hw: HwQueueSet<D>, members: Vec<ClientQueue<S>>, kicks: Option<KickSet>) -> QueuePoller<D, S> {
-        let mut queue =
-            QueuePoller { hw, members, positions: Vec::new(), kicks, waker: None, first: 0, now_ns: 0, busy_ns: 0 };
+        let mut queue = QueuePoller {
+            hw,
+            members,
+            positions: Vec::new(),
+            kicks,
+            waker: None,
+            first: 0,
+            now_ns: 0,
+            held_until_ns: u64::MAX,
+            busy_ns: 0,
+        };
         queue.members_changed();
         queue
     }
@@ -134,11 +145,19 @@ impl<D, S: QueueSession> QueuePoller<D, S> {
                     let _ = answer.send(self.members[index].view(&self.hw, is_first, self.now_ns));
                 }
                 command => {
-                    let shares = others_run(&self.members, index);
+                    let shares = (others_run(&self.members, index), self.now_ns);
                     self.members[index].obey(&mut self.hw, self.kicks.as_ref(), cx, shares, command);
+                    self.end_holds();
                 }
             }
         }
+    }
+
+    /// Lets the members fetch whose time has come.
+    #[cold]
+    fn end_holds(&mut self) {
+        self.members.iter_mut().for_each(|member| member.end_hold(self.now_ns));
+        self.held_until_ns = self.members.iter().filter_map(ClientQueue::held_until_ns).min().unwrap_or(u64::MAX);
     }
 }
 
@@ -199,7 +218,7 @@ fn round<Cx: ?Sized + SignalEventfd, D: Driver<Cx>, S: QueueSession>(
     for step in 0..members.len() {
         let index = first + step;
         let index = if index < members.len() { index } else { index - members.len() };
-        busy = members[index].feed(hw, cx, device_idle, waits, busy);
+        busy = members[index].feed(hw, cx, device_idle, (waits, now_ns), busy);
     }
     busy |= hw.issue(cx, now_ns) > 0;
     for index in 0..members.len() {
@@ -230,9 +249,9 @@ fn shared_round<Cx: ?Sized + SignalEventfd, D: Driver<Cx>, S: QueueSession>(
 
 impl<Cx: ?Sized + SignalEventfd, D: Driver<Cx>, S: QueueSession> Poller<Cx> for QueuePoller<D, S> {
     fn enter(&mut self, cx: &mut Cx, waker: &Arc<dyn Wake>) {
-        let running = self.members.iter().find_map(|member| member.session.as_ref());
-        if let Some(session) = running {
-            self.hw.set_memory(cx, session.memory());
+        let running = self.members.iter().filter_map(|member| member.session.as_ref());
+        if let Some(newest) = running.max_by_key(|session| session.memory_version()) {
+            self.hw.set_memory(cx, newest);
         }
         self.waker = Some(Arc::clone(waker));
         for member in &mut self.members {
@@ -248,7 +267,7 @@ impl<Cx: ?Sized + SignalEventfd, D: Driver<Cx>, S: QueueSession> Poller<Cx> for 
             return false;
         }
         self.members.iter_mut().for_each(|member| member.leave(cx));
-        self.hw.set_memory(cx, &Arc::new(RegionTable::default()));
+        self.hw.clear_memory(cx);
         true
     }
 
@@ -268,6 +287,9 @@ impl<Cx: ?Sized + SignalEventfd, D: Driver<Cx>, S: QueueSession> Poller<Cx> for 
                 had_mail = true;
                 self.read_mail(index, cx);
             }
+        }
+        if now_ns >= self.held_until_ns {
+            self.end_holds();
         }
         let state = match &mut self.members[..] {
             [only] => {
@@ -313,7 +335,13 @@ impl<Cx: ?Sized + SignalEventfd, D: Driver<Cx>, S: QueueSession> Poller<Cx> for 
             let idle_ns = self.now_ns.saturating_sub(self.busy_ns);
             poll_time_ns(self.now_ns, (idle_ns / 8).clamp(*POLL_NS.start(), *POLL_NS.end()))
         });
-        [self.hw.deadline_ns::<Cx>(), poll].into_iter().flatten().min()
+        let held = Some(self.held_until_ns).filter(|until_ns| *until_ns < u64::MAX);
+        [self.hw.deadline_ns::<Cx>(), poll, held].into_iter().flatten().min()
+    }
+
+    fn served(&self) -> u64 {
+        let stats = self.members.iter().flat_map(ClientQueue::stats);
+        stats.fold(0, |sum, stats| sum.wrapping_add(stats.ios()))
     }
 
     fn tick(&mut self, now_ns: u64) {

@@ -45,8 +45,15 @@ pub trait QueueSession: Sized + Send + 'static {
     /// Starts to run; the client need not kick while it runs.
     fn begin<Cx: ?Sized + SignalEventfd>(&mut self, signals: &mut QueueSignals<'_, Cx>);
 
-    /// The memory that its bios point into.
+    /// The memory that its bios point into. Changes in [`QueueSession::notified`] only, to one with the regions of all
+    /// bios in flight under the same numbers.
     fn memory(&self) -> &Arc<RegionTable>;
+
+    /// Number of changes of the client's memory before it. Of the client's sessions that share a hardware queue, those
+    /// with the newest memory have the regions of all others.
+    fn memory_version(&self) -> u64 {
+        0
+    }
 
     /// Eventfd by which the client announces requests. Without it the ring is polled, the less often the longer it is
     /// idle.
@@ -54,6 +61,9 @@ pub trait QueueSession: Sized + Send + 'static {
 
     /// The kick cannot be polled, and is dropped.
     fn lose_kick(&mut self, error: &io::Error);
+
+    /// Nothing is fetched for this time, ns: the device may still execute requests of the process before this one.
+    fn held(&self, _silence_ns: u64) {}
 
     /// Replaces the call eventfd.
     fn set_call<Cx: ?Sized + SignalEventfd>(&mut self, call: Option<Arc<EventFd>>, signals: &mut QueueSignals<'_, Cx>);
@@ -115,6 +125,8 @@ pub struct BioFeed<'a, D, S: QueueSession> {
     pub identity: &'a S::Identity,
     /// Counters of invalid requests.
     pub refusals: &'a S::Refusals,
+    /// Time of the round, ns.
+    pub now_ns: u64,
 }
 
 impl<D, S: QueueSession> BioFeed<'_, D, S> {

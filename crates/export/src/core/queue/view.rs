@@ -11,6 +11,8 @@ pub struct QueueView {
     pub hw: HwSnapshot,
     /// Whether the queue drains and fetches no more.
     pub is_suspending: bool,
+    /// Time for which nothing is fetched, since the device may execute requests of the process before this one, ns.
+    pub held_ns: Option<u64>,
 }
 
 /// The client's ring of a running queue.

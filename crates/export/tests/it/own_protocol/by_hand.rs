@@ -28,7 +28,7 @@ impl Members {
         hw.set_rates(0, limits.to_vec());
         let (remotes, ports): (Vec<_>, Vec<_>) = (0..QUEUES).map(|_| queue_pair()).unzip();
         let share = QueueShare { bios: usual.bios_max, depth: usual.depth, devices: 1 };
-        let mut detached = ports.into_iter().map(|port| DetachedQueue::new(IDENTITY, port, share, 0).unwrap());
+        let mut detached = ports.into_iter().map(|port| DetachedQueue::new(IDENTITY, port, share).unwrap());
         let poller = QueuePoller::of_detached(hw, detached.next().unwrap());
         let rings = MiniRing::several(QUEUES);
         let mut members = Members { poller, remotes, rings, now_ns: 0, offered: 0 };

@@ -61,7 +61,7 @@ fn queues(
     let (driver, info) = (device.queue(config.depth), Arc::new(device.info().clone()));
     let share = QueueShare { bios: usual.bios_max, depth: usual.depth, devices: 1 };
     let (remotes, ports): (Vec<QueueRemote<_>>, Vec<_>) = (0..QUEUES).map(|_| queue_pair()).unzip();
-    let detached = ports.into_iter().map(|port| DetachedQueue::new(IDENTITY, port, share, 0).unwrap());
+    let detached = ports.into_iter().map(|port| DetachedQueue::new(IDENTITY, port, share).unwrap());
     let mut detached = detached.collect::<Vec<_>>().into_iter();
     let (first, hw_info) = (detached.next().unwrap(), Arc::clone(&info));
     lanes.admit(0, move || QueuePoller::of_detached(HwQueue::new(driver, hw_info, config), first)).unwrap();
