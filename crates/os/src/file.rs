@@ -14,6 +14,7 @@ mod error;
 pub(crate) mod holder;
 pub(crate) mod lock;
 mod open;
+mod passthrough;
 mod place;
 mod queue;
 mod size;

@@ -3,6 +3,7 @@
 use anyhow::{Context, Result, ensure};
 
 use super::pci::{SHELL, program_folder};
+use super::takeover::HEIRS;
 use super::{MIB, RunsIn, Scenario, ScenarioContext};
 use crate::vm::Vm;
 
@@ -29,6 +30,13 @@ pub const SCENARIOS: &[Scenario] = &[
         tell: killed,
     },
     Scenario {
+        name: "takeover-nvme-ng",
+        sentence: "verified writes on a namespace go on as eight daemons take over one from another, and one that finds it formatted is refused",
+        place: RunsIn::Guest,
+        ours: true,
+        tell: takeover,
+    },
+    Scenario {
         name: "nvme-ng-speed",
         sentence: "blkyard on nvme: is measured beside fio on the same namespace",
         place: RunsIn::Guest,
@@ -44,10 +52,11 @@ const PRELUDE: &str = "ready() { until [ -c /dev/ng0n1 ] && [ -b /dev/nvme0n1 ];
     serve() {
         : >/tmp/serve
         /host/blkyard serve --device nvme:/dev/ng0n1 --export 'vhost-user-blk:/tmp/disk.sock?queues=2' \\
-            --control none >>/tmp/serve 2>&1 &
+            --control /tmp/control.sock >>/tmp/serve 2>&1 &
         serve=$!
-        until grep -q ready /tmp/serve; do kill -0 $serve || { cat /tmp/serve; exit 1; }; sleep 0.1; done
+        until_ready /tmp/serve $serve
     }
+    until_ready() { until grep -q ready $1; do kill -0 $2 || { cat $1; exit 1; }; sleep 0.1; done; }
     load='--bs 4k --iodepth 16 --numjobs 2 --size 8m --verify crc32c'
     ";
 
@@ -152,22 +161,29 @@ fn killed(ground: &ScenarioContext) -> Result<()> {
         # Each write changes it.
         sum() {{ dd if=/dev/nvme0n1 bs=64k count=64 iflag=direct 2>/dev/null | md5sum; }}
         killed() {{ kill -9 $1; wait $1 2>/dev/null || true; }}
-        empty=$(sum)
-        /host/blkyard bench nvme:/dev/ng0n1 --rw randwrite --bs 4k --iodepth 32 --size 4m --verify crc32c >/tmp/bench 2>&1 &
-        bench=$!
-        while [ \"$(sum)\" = \"$empty\" ]; do kill -0 $bench || {{ cat /tmp/bench; exit 1; }}; sleep 0.1; done
-        sleep 1
-        killed $bench
-        left=$(sum)
-        refused=0
-        until /host/blkyard bench nvme:/dev/ng0n1 --rw read --bs 4k --size 4k >/tmp/bench 2>&1; do
-            grep -q 'lock' /tmp/bench || {{ cat /tmp/bench; exit 1; }}
-            refused=$((refused + 1))
-        done
-        taken=$(sum)
-        [ $refused -gt 0 ] && [ \"$left\" != \"$taken\" ] || {{ echo \"no write was left behind: $refused\"; exit 1; }}
-        sleep 8
-        [ \"$taken\" = \"$(sum)\" ] || {{ echo 'a write of the dead process came later'; exit 1; }}
+        # The next user, by this name, waits for the last write of one that was killed.
+        waits() {{
+            dd if=/dev/zero of=/dev/nvme0n1 bs=4M count=1 oflag=direct 2>/dev/null
+            empty=$(sum)
+            /host/blkyard bench nvme:/dev/ng0n1 --rw randwrite --bs 4k --iodepth 32 --size 4m --verify crc32c \\
+                >/tmp/bench 2>&1 &
+            bench=$!
+            while [ \"$(sum)\" = \"$empty\" ]; do kill -0 $bench || {{ cat /tmp/bench; exit 1; }}; sleep 0.1; done
+            sleep 1
+            killed $bench
+            left=$(sum)
+            refused=0
+            until /host/blkyard bench $1 --rw read --bs 4k --size 4k >/tmp/bench 2>&1; do
+                grep -q 'lock' /tmp/bench || {{ cat /tmp/bench; exit 1; }}
+                refused=$((refused + 1))
+            done
+            taken=$(sum)
+            [ $refused -gt 0 ] && [ \"$left\" != \"$taken\" ] || {{ echo \"$1: no write was left behind: $refused\"; exit 1; }}
+            sleep 8
+            [ \"$taken\" = \"$(sum)\" ] || {{ echo \"$1: a write of the dead process came later\"; exit 1; }}
+        }}
+        waits nvme:/dev/ng0n1
+        waits file:/dev/nvme0n1
         echo taken
         # A daemon that is killed amid writes, and its next ones: the same writes are sent again, and later ones follow.
         serve
@@ -189,6 +205,58 @@ fn killed(ground: &ScenarioContext) -> Result<()> {
     let vm = Vm::new(ground.guest, 2).nvme_image(image.path.clone()).nvme_writes_per_second(5);
     let output = vm.folder(program_folder(ground)?).succeed(&task)?;
     ensure!(output == "taken\nkilled\n", "the guest says:\n{output}");
+    Ok(())
+}
+
+fn takeover(ground: &ScenarioContext) -> Result<()> {
+    let image = ground.image("nvme.img", 64 * MIB)?;
+    let task = format!(
+        "{SHELL}{PRELUDE}
+        serve
+        loads() {{
+            until [ -e /tmp/end ]; do
+                /host/blkyard bench vhost-user:/tmp/disk.sock --rw randwrite $load >/tmp/bench 2>&1 || return 1
+                grep -q ' 0 differ' /tmp/bench && ! grep -q 'connected again' /tmp/bench || return 1
+            done
+        }}
+        loads &
+        loads=$!
+        for daemon in $(seq {HEIRS}); do
+            sleep 1
+            : >/tmp/taken
+            /host/blkyard serve --takeover /tmp/control.sock >/tmp/taken 2>&1 &
+            new=$!
+            until_ready /tmp/taken $new
+            wait $serve || {{ cat /tmp/serve; exit 1; }}
+            serve=$new
+            mv /tmp/taken /tmp/serve
+            sed -n 's/took over: guests were paused for \\([0-9.]*\\) ms.*/paused \\1/p' /tmp/serve
+            refused 'in use' blkyard bench nvme:/dev/ng0n1 --rw read
+            refused 'in use' blkyard bench file:/dev/nvme0n1 --rw read
+        done
+        touch /tmp/end
+        wait $loads || {{ cat /tmp/bench /tmp/serve; exit 1; }}
+        echo verified
+        # With blocks of 4 KiB it is another disk for the guests. nvme-cli fails to tell the block device, which is in use.
+        nvme format /dev/nvme0n1 --lbaf=4 --force >/dev/null 2>&1 || true
+        until [ $(cat /sys/block/nvme0n1/queue/logical_block_size) = 4096 ]; do sleep 0.1; done
+        refused 'differ from those that guests were told' /host/blkyard serve --takeover /tmp/control.sock
+        kill -0 $serve
+        nvme format /dev/nvme0n1 --lbaf=0 --force >/dev/null 2>&1 || true
+        until [ $(cat /sys/block/nvme0n1/queue/logical_block_size) = 512 ]; do sleep 0.1; done
+        blkyard bench vhost-user:/tmp/disk.sock --rw randwrite $load
+        kill $serve
+        wait $serve || {{ cat /tmp/serve; exit 1; }}
+        # It is free.
+        blkyard bench nvme:/dev/ng0n1 --rw read --bs 4k --size 4k
+        echo refused"
+    );
+    let vm = Vm::new(ground.guest, 2).nvme_image(image.path.clone()).folder(program_folder(ground)?);
+    let output = vm.succeed(&task)?;
+    let (pauses, rest) = output.split_at(output.find("verified").unwrap_or(output.len()));
+    ensure!(rest == "verified\nrefused\n" && pauses.lines().count() == HEIRS, "the guest says:\n{output}");
+    let pauses: Vec<_> = pauses.lines().filter_map(|line| line.strip_prefix("paused ")).collect();
+    ground.measured(format!("clients were paused for {} ms", pauses.join(", ")));
     Ok(())
 }
 

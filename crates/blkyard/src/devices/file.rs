@@ -2,14 +2,13 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
 use blkyard_mq::{BlockDevice, DeviceInfo, QueueKind};
 use blkyard_os::{Direct, FileConfig, FileDevice, OpenError};
 
 use super::{DeviceKind, MakeConnector, no_handover, take_block_bytes, take_write_back};
-use crate::device::{Backing, Device, DeviceError, DeviceHandover, DeviceOps, DeviceQueue};
+use crate::device::{Backing, Device, DeviceError, DeviceHandover, DeviceOps, DeviceQueue, ReceivedDevice};
 use crate::spec::{Spec, SpecError};
 
 pub(super) const KIND: DeviceKind =
@@ -19,8 +18,10 @@ fn open(spec: Spec, _: Option<MakeConnector<'_>>) -> Result<Device, DeviceError>
     Ok(FileDevice::open(config(spec)?)?.into())
 }
 
-fn adopt(spec: Spec, file: Option<OwnedFd>, sync_failed: bool) -> Result<Device, DeviceError> {
-    let Some(file) = file else { return Err(no_handover(&spec)) };
+fn adopt(spec: Spec, received: ReceivedDevice) -> Result<Device, DeviceError> {
+    let ReceivedDevice { file: Some(file), claim: None, sync_failed } = received else {
+        return Err(no_handover(&spec));
+    };
     Ok(FileDevice::adopt(config(spec)?, file, sync_failed)?.into())
 }
 
@@ -81,7 +82,8 @@ impl DeviceOps for FileDevice {
     }
 
     fn handover(&self) -> Result<DeviceHandover<'_>, &'static str> {
-        Ok(DeviceHandover { file: Some(self.description()), sync_failed: self.sync_has_failed(), remote: None })
+        let (file, sync_failed) = (Some(self.description()), self.sync_has_failed());
+        Ok(DeviceHandover { file, sync_failed, ..DeviceHandover::default() })
     }
 
     fn counters(&self) -> BTreeMap<String, u64> {

@@ -13,27 +13,40 @@ use std::time::Duration;
 
 use blkyard_mq::{DeviceInfo, QueueKind, SECTOR_SHIFT, TagSet};
 use blkyard_nvme::{
-    IDENTIFY_BYTES, IdentifyController, IdentifyNamespace, NvmLimits, NvmeNamespace, RetryDelays, Sqe, cns,
+    IDENTIFY_BYTES, IdentifyController, IdentifyNamespace, NamespaceIds, NvmLimits, NvmeNamespace, RetryDelays, Sqe,
+    cns,
 };
 use blkyard_os::{
     NvmeCharConfig, NvmeCharDevice, NvmeCharError, NvmeCharLimits, NvmeCharQueue, NvmeDeviceNode, NvmeIoctlQueue,
 };
 
 use self::queue::NvmeCharDriver;
-use super::{DeviceKind, MakeConnector};
-use crate::device::{Backing, Device, DeviceError, DeviceHandover, DeviceOps, DeviceQueue};
+use super::{DeviceKind, MakeConnector, no_handover};
+use crate::device::{Backing, Device, DeviceError, DeviceHandover, DeviceOps, DeviceQueue, ReceivedDevice};
 use crate::nvme::NvmeStatus;
 use crate::spec::{Spec, SpecError};
 
 pub(super) const KIND: DeviceKind =
-    DeviceKind { schemes: &["nvme"], usage: "nvme:/dev/ngXnY", open, adopt: None, open_all: None };
+    DeviceKind { schemes: &["nvme"], usage: "nvme:/dev/ngXnY", open, adopt: Some(adopt), open_all: None };
 
 const IDENTIFY_TIMEOUT: Duration = Duration::from_mins(1);
 /// Waits for the end of a reset of the controller by the kernel: ten seconds in all.
 const RESET_TRIES: u32 = 100;
 const RESET_PAUSE: Duration = Duration::from_millis(100);
 
-fn open(mut spec: Spec, _: Option<MakeConnector<'_>>) -> Result<Device, DeviceError> {
+fn open(spec: Spec, _: Option<MakeConnector<'_>>) -> Result<Device, DeviceError> {
+    open_by(spec, NvmeCharDevice::open)
+}
+
+fn adopt(spec: Spec, received: ReceivedDevice) -> Result<Device, DeviceError> {
+    let ReceivedDevice { file: Some(file), claim: Some(claim), .. } = received else { return Err(no_handover(&spec)) };
+    open_by(spec, |config| NvmeCharDevice::adopt(config, file, claim))
+}
+
+fn open_by(
+    mut spec: Spec,
+    open: impl FnOnce(NvmeCharConfig) -> Result<NvmeCharDevice, NvmeCharError>,
+) -> Result<Device, DeviceError> {
     let config = NvmeCharConfig {
         path: PathBuf::from(&spec.body),
         read_only: spec.take_switch("readonly")?.unwrap_or(false),
@@ -42,10 +55,10 @@ fn open(mut spec: Spec, _: Option<MakeConnector<'_>>) -> Result<Device, DeviceEr
     let name = spec.address();
     spec.finish()?;
     let read_only = config.read_only;
-    let device = NvmeCharDevice::open(config)?;
-    let (namespace, delays, mut info) = identify(&name, &device)?;
-    info.read_only |= read_only;
-    Ok(NvmeCharDisk { device: Arc::new(device), namespace, delays, info }.into())
+    let device = Arc::new(open(config)?);
+    let mut disk = identify(&name, device)?;
+    disk.info.read_only |= read_only;
+    Ok(disk.into())
 }
 
 impl From<NvmeCharError> for DeviceError {
@@ -58,7 +71,7 @@ impl From<NvmeCharError> for DeviceError {
 }
 
 /// Asks the controller for the properties of the namespace.
-fn identify(name: &str, device: &NvmeCharDevice) -> Result<(NvmeNamespace, RetryDelays, DeviceInfo), DeviceError> {
+fn identify(name: &str, device: Arc<NvmeCharDevice>) -> Result<NvmeCharDisk, DeviceError> {
     let nsid = device.namespace_id();
     let (node, path) = (device.node(), device.path());
     let ask = |what: u8, nsid| {
@@ -79,9 +92,11 @@ fn identify(name: &str, device: &NvmeCharDevice) -> Result<(NvmeNamespace, Retry
         let cause = "its format is not supported: it has metadata, or blocks that are not of 512 bytes to 4 KiB";
         return Err(SpecError::new(name, cause, "format it without metadata, see `nvme format`").into());
     };
+    // Absent in controllers before 1.3.
+    let ids = ask(cns::NAMESPACE_IDS, nsid).map(|bytes| NamespaceIds::parse(&bytes)).unwrap_or_default();
     limit(&mut info, device.limits());
     name.clone_into(&mut info.name);
-    Ok((namespace, RetryDelays::new(&controller), info))
+    Ok(NvmeCharDisk { device, namespace, ids, delays: RetryDelays::new(&controller), info })
 }
 
 fn identify_data(node: &NvmeDeviceNode, what: u8, nsid: u32) -> Result<[u8; IDENTIFY_BYTES], String> {
@@ -127,6 +142,7 @@ fn limit(info: &mut DeviceInfo, kernel: NvmeCharLimits) {
 struct NvmeCharDisk {
     device: Arc<NvmeCharDevice>,
     namespace: NvmeNamespace,
+    ids: NamespaceIds,
     delays: RetryDelays,
     info: DeviceInfo,
 }
@@ -166,7 +182,13 @@ impl DeviceOps for NvmeCharDisk {
     }
 
     fn handover(&self) -> Result<DeviceHandover<'_>, &'static str> {
-        Err("its namespace is opened exclusively")
+        let (file, claim) = self.device.descriptions();
+        let (file, claim, ids) = (Some(file), Some(claim), Some(self.ids));
+        Ok(DeviceHandover { file, claim, ids, sync_failed: false })
+    }
+
+    fn ids(&self) -> NamespaceIds {
+        self.ids
     }
 
     fn counters(&self) -> BTreeMap<String, u64> {

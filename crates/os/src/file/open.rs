@@ -19,6 +19,7 @@ use rustix::fs::{AtFlags, SeekFrom, StatxFlags, seek, statx};
 
 use super::holder::living_holder;
 use super::lock::{Locked, lock};
+use super::passthrough;
 use super::place::{BOUNCES, ZEROES_BYTES};
 use super::{Direct, FileConfig, FileCounters, FileDevice, Mode, OpenError, SharedFile};
 
@@ -44,7 +45,13 @@ impl FileDevice {
     /// # Errors
     /// See [`OpenError`].
     pub fn open(config: FileConfig) -> Result<FileDevice, OpenError> {
-        let claimed = claim(&config)?;
+        let claimed = claim(&config, |claimed| !claimed.block_device || !passthrough::may_be_in_flight(&claimed.now))?;
+        FileDevice::of(config, claimed)
+    }
+
+    /// Opens the block device of a namespace for passthrough, whose lock the caller has.
+    pub(crate) fn open_claim(config: FileConfig) -> Result<FileDevice, OpenError> {
+        let claimed = claim(&config, |_| true)?;
         FileDevice::of(config, claimed)
     }
 
@@ -165,12 +172,13 @@ enum Claim {
     Held(Option<i32>),
 }
 
-/// Opens and locks a file, and waits a little if another process has it.
-fn claim(config: &FileConfig) -> Result<Claimed, OpenError> {
+/// Opens and locks a file, and waits a little if another process has it, or it is not free although it is locked.
+fn claim(config: &FileConfig, is_free: impl Fn(&Claimed) -> bool) -> Result<Claimed, OpenError> {
     let mut held = None;
     for _ in 0..CLAIM_TRIES {
         match try_claim(config)? {
-            Claim::Got(claimed) => return Ok(claimed),
+            Claim::Got(claimed) if is_free(&claimed) => return Ok(claimed),
+            Claim::Got(_) => held = None,
             Claim::Held(process) => held = process,
         }
         std::thread::sleep(CLAIM_PAUSE);

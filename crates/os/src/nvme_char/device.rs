@@ -2,11 +2,11 @@
 //!
 //! The lock is on the file description that carries the I/O, so it lasts until the last command has completed, however
 //! the process ends. The block device of the namespace is claimed too, exclusively unless it is only read: passthrough
-//! would change a mounted file system under the kernel.
+//! would change a mounted file system under the kernel. Another process takes over both descriptions with their locks.
 
 use std::fs::{self, File, Metadata, OpenOptions};
 use std::io;
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -61,7 +61,7 @@ pub struct NvmeCharDevice {
     /// The block device's folder in sysfs.
     sysfs: PathBuf,
     /// Keeps the block device claimed.
-    _claim: FileDevice,
+    claim: FileDevice,
     /// Completions that name no command in flight.
     forged: AtomicU64,
 }
@@ -72,28 +72,56 @@ impl NvmeCharDevice {
     /// # Errors
     /// See [`NvmeCharError`].
     pub fn open(config: NvmeCharConfig) -> Result<NvmeCharDevice, NvmeCharError> {
+        let (file, metadata) = open(&config.path, config.read_only)?;
+        NvmeCharDevice::of(config, file, &metadata, None)
+    }
+
+    /// Continues with a namespace that another process has opened and claimed: the locks are on these descriptions of
+    /// the character device and of the block device, and so stay.
+    ///
+    /// # Errors
+    /// See [`NvmeCharError`]; also if they are not those of one namespace.
+    pub fn adopt(config: NvmeCharConfig, file: OwnedFd, claim: OwnedFd) -> Result<NvmeCharDevice, NvmeCharError> {
+        let file = File::from(file);
+        let metadata = file.metadata().map_err(|source| {
+            let path = config.path.clone();
+            NvmeCharError::System { path, what: "examining its descriptor", source }
+        })?;
+        NvmeCharDevice::of(config, file, &metadata, Some(claim))
+    }
+
+    fn of(
+        config: NvmeCharConfig,
+        file: File,
+        metadata: &Metadata,
+        claimed: Option<OwnedFd>,
+    ) -> Result<NvmeCharDevice, NvmeCharError> {
         let NvmeCharConfig { path, read_only, poll } = config;
         let system = |what| {
             let path = path.clone();
             move |source| NvmeCharError::System { path, what, source }
         };
-        let (file, metadata) = open(&path, read_only)?;
-        let name = namespace_name(&path, &metadata)?;
+        let name = namespace_name(&path, metadata)?;
         // Said before anything is locked.
         CommandRing::new(RingConfig { single_owner: false, ..RingConfig::default() }, 1, poll)
             .map_err(|source| NvmeCharError::Ring { path: path.clone(), source })?;
-        claim(&path, &file, &metadata, read_only)?;
+        claim(&path, &file, metadata, read_only)?;
         let block = block_name(&name);
         let sysfs = Path::new("/sys/block").join(&block);
-        let claim = FileConfig { read_only, ..FileConfig::new(Path::new("/dev").join(&block)) };
-        let claim = FileDevice::open(claim).map_err(|source| NvmeCharError::Block { path: path.clone(), source })?;
+        let config = FileConfig { read_only, ..FileConfig::new(Path::new("/dev").join(&block)) };
+        let claim = match claimed {
+            None => FileDevice::open_claim(config),
+            Some(claimed) if is_block_device(&claimed, &sysfs) => FileDevice::adopt(config, claimed, false),
+            Some(_other) => return Err(NvmeCharError::OtherClaim { path, block }),
+        };
+        let claim = claim.map_err(|source| NvmeCharError::Block { path: path.clone(), source })?;
         let limits = NvmeCharLimits::read(&sysfs).map_err(system("reading the limits of its queue"))?;
         if poll && !limits.has_poll_queues {
             return Err(NvmeCharError::NoPollQueues { path });
         }
         let node = NvmeDeviceNode::of(file);
         let nsid = node.namespace_id().map_err(system("NVME_IOCTL_ID"))?;
-        Ok(NvmeCharDevice { path, node, nsid, limits, poll, sysfs, _claim: claim, forged: AtomicU64::new(0) })
+        Ok(NvmeCharDevice { path, node, nsid, limits, poll, sysfs, claim, forged: AtomicU64::new(0) })
     }
 
     /// Its device node, as it was named.
@@ -109,6 +137,12 @@ impl NvmeCharDevice {
     /// Its open node, for admin commands.
     pub fn node(&self) -> &NvmeDeviceNode {
         &self.node
+    }
+
+    /// The description that carries its I/O and its lock, and that which claims its block device, for the process that
+    /// [adopts](NvmeCharDevice::adopt) them.
+    pub fn descriptions(&self) -> (BorrowedFd<'_>, BorrowedFd<'_>) {
+        (self.node.file().as_fd(), self.claim.description())
     }
 
     /// Limits of its queue in the kernel.
@@ -152,7 +186,7 @@ impl NvmeCharDevice {
         };
         let node = NvmeDeviceNode::of(file);
         let (path, sysfs) = (PathBuf::from("/dev/null"), PathBuf::new());
-        NvmeCharDevice { path, node, nsid: 1, limits, poll: false, sysfs, _claim: claim, forged: AtomicU64::new(0) }
+        NvmeCharDevice { path, node, nsid: 1, limits, poll: false, sysfs, claim, forged: AtomicU64::new(0) }
     }
 }
 
@@ -221,6 +255,13 @@ fn block_name(name: &str) -> String {
     format!("nvme{}", name.strip_prefix("ng").unwrap_or(name))
 }
 
+/// Whether a descriptor is of the block device with this folder in sysfs.
+fn is_block_device(descriptor: &OwnedFd, sysfs: &Path) -> bool {
+    let Ok(found) = rustix::fs::fstat(descriptor) else { return false };
+    let numbers = format!("{}:{}", rustix::fs::major(found.st_rdev), rustix::fs::minor(found.st_rdev));
+    fs::read_to_string(sysfs.join("dev")).is_ok_and(|text| text.trim() == numbers)
+}
+
 /// Locks the namespace, and waits a little if another process has it.
 fn claim(path: &Path, file: &File, metadata: &Metadata, read_only: bool) -> Result<(), NvmeCharError> {
     let mut named = None;
@@ -274,6 +315,33 @@ mod tests {
         assert!(text.contains("is in use: another device of this program"), "{text}");
         drop(first);
         claim(path.path(), &second, &metadata, false).unwrap();
+    }
+
+    #[test]
+    fn descriptors_of_another_device_are_not_adopted() {
+        let null = || OwnedFd::from(File::open("/dev/null").unwrap());
+        let config = NvmeCharConfig { path: "/dev/ng0n1".into(), read_only: true, poll: false };
+        let text = NvmeCharDevice::adopt(config, null(), null()).unwrap_err().to_string();
+        assert!(text.contains("/dev/ng0n1: not a character device of an NVMe namespace"), "{text}");
+        let sysfs = tempfile::tempdir().unwrap();
+        assert!(!is_block_device(&null(), sysfs.path()));
+        for (numbers, is_it) in [("1:3\n", true), ("1:30\n", false), ("259:0\n", false)] {
+            fs::write(sysfs.path().join("dev"), numbers).unwrap();
+            assert_eq!(is_block_device(&null(), sysfs.path()), is_it, "{numbers}");
+        }
+    }
+
+    #[test]
+    fn a_lock_moves_with_its_description() {
+        let path = tempfile::NamedTempFile::new().unwrap();
+        let open = || open(path.path(), false).unwrap();
+        let (old, metadata) = open();
+        claim(path.path(), &old, &metadata, false).unwrap();
+        let new = old.try_clone().unwrap();
+        claim(path.path(), &new, &metadata, false).unwrap();
+        drop(old);
+        let (other, metadata) = open();
+        assert!(claim(path.path(), &other, &metadata, false).is_err(), "the lock went with the old process");
     }
 
     #[test]

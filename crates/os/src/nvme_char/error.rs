@@ -59,6 +59,18 @@ pub enum NvmeCharError {
         #[source]
         source: OpenError,
     },
+    /// What another process handed over as the namespace's block device is not that.
+    #[error(
+        "{path}: what claims its block device is not {block}, so it is another namespace; stop the other daemon, and \
+         open the device by its name",
+        path = path.display()
+    )]
+    OtherClaim {
+        /// The device.
+        path: PathBuf,
+        /// Name of its block device.
+        block: String,
+    },
     /// The kernel offers no queues for polling.
     #[error(
         "{path}: the kernel's driver has no poll queues; start it with the module parameter nvme.poll_queues=N and \

@@ -230,6 +230,22 @@ impl NvmeCharQueue {
         }
     }
 
+    /// The memory has gained or lost regions; none of these is in use by a command in flight.
+    pub fn change_memory(&mut self, memory: &RegionTable) {
+        let numbers = 0..memory.iter().map(|(number, _)| number + 1).max().unwrap_or(0);
+        let mut attached = Vec::new();
+        if let Some(CommandRing { uring, buffers, .. }) = &mut self.ring {
+            let attach = |number| memory.region(number).map(|region| buffers.attach(&uring.submitter(), region));
+            attached = numbers.map(attach).collect();
+        }
+        // Those that stay have a holder all the time.
+        *self.attached = attached;
+        *self.regions = memory.iter().map(|(_, region)| Arc::clone(region)).collect();
+        if let Some(CommandRing { uring, buffers, .. }) = &mut self.ring {
+            buffers.sweep(&uring.submitter());
+        }
+    }
+
     /// Segments of later commands may name this registered buffer, which is in the memory of the queue.
     pub fn add_buffer(&mut self, memory: &RegionTable, buffer: &Arc<RegisteredBuffer>) {
         let first = buffer.segment(0, 1);

@@ -179,7 +179,7 @@ fn run(kind: SecondRing) -> u64 {
         };
         (0..3).map(|_| OneByOne { queue: queue(), left: ROUNDS, turns: Arc::clone(&counter) }).collect()
     };
-    let config = LaneConfig { name: "second-ring".into(), policy: IdlePolicy { spin_ns: 0 }, ..LaneConfig::default() };
+    let config = LaneConfig { name: "second-ring".into(), policy: IdlePolicy::up_to(0), ..LaneConfig::default() };
     spawn(config, pollers).unwrap().join().unwrap();
     assert!(start.elapsed() < LIMIT, "{:?} for {ROUNDS} I/Os", start.elapsed());
     turns.load(Relaxed)

@@ -128,6 +128,10 @@ impl Driver<Ring> for NvmeCharDriver {
         self.queue.set_memory(ring, memory);
     }
 
+    fn change_memory(&mut self, _: &mut Ring, memory: &RegionTable) {
+        self.queue.change_memory(memory);
+    }
+
     fn add_buffer(&mut self, _: &mut Ring, memory: &RegionTable, buffer: &Arc<RegisteredBuffer>) {
         self.queue.add_buffer(memory, buffer);
     }
