@@ -42,8 +42,9 @@ pub use error::{AttachError, TalkError};
 pub use mailbox::DriverQueueView;
 pub use nvme::{HostParts, NamespaceConfig, NamespaceQueue, NamespaceView, NvmeTransport, RemoteNamespace};
 pub use nvme_tcp::{
-    AcceptNamespace, LateNamespace, TcpAdminClient, TcpAdminResult, TcpNamespace, TcpNamespaceConfig,
-    TcpNamespaceQueue, TcpNamespaceView, TcpPeer, read_discovery_log,
+    AcceptNamespace, AdminAttempt, AdminConnector, AdminSocket, LateNamespace, TcpAdminClient, TcpAdminResult,
+    TcpAssociation, TcpNamespace, TcpNamespaceConfig, TcpNamespaceQueue, TcpNamespaceView, TcpPeer, TcpQueueOpening,
+    read_discovery_log,
 };
 pub use protocol::RemoteOptions;
 pub use queue::RemoteQueue;

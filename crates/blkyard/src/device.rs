@@ -224,12 +224,26 @@ pub enum Backing {
 /// Everything beside the name that another process needs to continue with a device.
 #[derive(Debug, Default)]
 pub struct DeviceHandover<'a> {
-    /// The descriptor that carries its I/O and its lock, if that is a file.
+    /// The descriptor that carries its I/O and its lock, if that is a file. Without one, the other process opens the
+    /// device by its name again.
     pub file: Option<BorrowedFd<'a>>,
+    /// The descriptor that keeps others away from the same disk by another of its names.
+    pub claim: Option<BorrowedFd<'a>>,
     /// A sync of it has failed.
     pub sync_failed: bool,
-    /// Identity of a disk of another machine, which the other process opens by its name again.
-    pub remote: Option<NamespaceIds>,
+    /// Identity of a namespace, which the other process must find again.
+    pub ids: Option<NamespaceIds>,
+}
+
+/// What a process has received of a [`DeviceHandover`].
+#[derive(Debug, Default)]
+pub struct ReceivedDevice {
+    /// As in [`DeviceHandover`].
+    pub file: Option<OwnedFd>,
+    /// As in [`DeviceHandover`].
+    pub claim: Option<OwnedFd>,
+    /// As in [`DeviceHandover`].
+    pub sync_failed: bool,
 }
 
 /// An open device.
@@ -308,9 +322,9 @@ impl Device {
     ///
     /// # Errors
     /// As for [`Device::open`]; also for devices that cannot be handed over.
-    pub fn adopt(spec: Spec, file: Option<OwnedFd>, sync_failed: bool) -> Result<Device, DeviceError> {
+    pub fn adopt(spec: Spec, received: ReceivedDevice) -> Result<Device, DeviceError> {
         let Some(adopt) = kind_of(KINDS, &spec)?.adopt else { return Err(no_handover(&spec)) };
-        adopt(spec, file, sync_failed)
+        adopt(spec, received)
     }
 
     /// Whether it may be exported.

@@ -20,13 +20,12 @@ mod vfio_user;
 mod vhost_user;
 
 use std::io;
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use blkyard_attach::Connector;
 
 use crate::spec::{Spec, SpecError, parse_size};
-use crate::{Device, DeviceError};
+use crate::{Device, DeviceError, ReceivedDevice};
 
 /// All kinds, in the order in which a message lists them.
 pub(crate) const KINDS: &[DeviceKind] = &[
@@ -51,8 +50,7 @@ pub(crate) struct DeviceKind {
     usage: &'static str,
     /// Opens one.
     pub(crate) open: fn(Spec, Option<MakeConnector<'_>>) -> Result<Device, DeviceError>,
-    /// Continues with a device that another process hands over: its file, and whether a sync of it has failed. `None`
-    /// for a kind that cannot be handed over.
+    /// Continues with a device that another process hands over. `None` for a kind that cannot be handed over.
     pub(crate) adopt: Option<AdoptDevice>,
     /// Opens several with the same address over one connection: namespaces of one controller. All options other than
     /// those that tell them apart are those of the first. `None` if each has a connection of its own.
@@ -61,7 +59,7 @@ pub(crate) struct DeviceKind {
 
 pub(crate) type OpenDevices = fn(Vec<Spec>, Option<MakeConnector<'_>>) -> Result<Vec<Device>, DeviceError>;
 
-pub(crate) type AdoptDevice = fn(Spec, Option<OwnedFd>, bool) -> Result<Device, DeviceError>;
+pub(crate) type AdoptDevice = fn(Spec, ReceivedDevice) -> Result<Device, DeviceError>;
 
 /// Makes the connector to back-ends. Without one the connection is direct.
 pub(crate) type MakeConnector<'a> = Box<dyn FnOnce() -> io::Result<Arc<dyn Connector>> + 'a>;
@@ -80,6 +78,16 @@ pub(crate) fn kind_of<'a>(kinds: &'a [DeviceKind], spec: &Spec) -> Result<&'a De
 pub(crate) fn no_handover(spec: &Spec) -> DeviceError {
     SpecError::new(&spec.name, "this kind of device cannot be handed over", "start this daemon without --takeover")
         .into()
+}
+
+/// Opens a device that is handed over by its name alone.
+fn adopt_by_name(
+    spec: Spec,
+    received: ReceivedDevice,
+    open: fn(Spec, Option<MakeConnector<'_>>) -> Result<Device, DeviceError>,
+) -> Result<Device, DeviceError> {
+    let ReceivedDevice { file, claim, .. } = received;
+    if file.or(claim).is_some() { Err(no_handover(&spec)) } else { open(spec, None) }
 }
 
 /// Whether completed writes may wait for a flush.

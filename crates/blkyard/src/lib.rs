@@ -28,5 +28,6 @@ pub use blkyard_mq::{
 pub use buffers::DiskBuffers;
 pub use device::{
     Backing, Device, DeviceError, DeviceHandover, DeviceOps, DevicePath, DeviceQueue, LatePath, QueueDriver,
+    ReceivedDevice,
 };
 pub use disk::{Disk, DiskConfig, DiskError, Meet, Queues, Submitter, queue_depth};

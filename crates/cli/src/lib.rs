@@ -20,6 +20,7 @@ mod error;
 mod io_errors;
 mod ports;
 mod qemu;
+mod ready;
 mod receiver;
 mod threads;
 mod wanted;

@@ -44,7 +44,7 @@ impl SubsystemPorts {
         Ok(ports)
     }
 
-    /// Binds the address of a port, and makes its subsystem with these namespaces.
+    /// Binds the address of a port, unless its socket was inherited, and makes its subsystem with these namespaces.
     ///
     /// # Errors
     /// The address is in use, or no controller identifiers are left.
@@ -52,12 +52,13 @@ impl SubsystemPorts {
         &mut self,
         name: &str,
         target: WantedTarget,
+        inherited: Option<TcpListener>,
         namespaces: Vec<(u32, DeviceInfo)>,
-        queues: u16,
-        serial: String,
+        (queues, serial): (u16, String),
     ) -> Result<(NvmeTcpDisk, Arc<NvmeTcpAna>, TcpListener), ServeError> {
         let WantedTarget { address, nqn, hosts, referrals, first_controller, groups, states } = target;
-        let listener = TcpListener::bind(address).map_err(|source| {
+        let bound = inherited.map_or_else(|| TcpListener::bind(address), Ok);
+        let listener = bound.map_err(|source| {
             SpecError::new(name, format!("{address}: {source}"), "name an address of this machine and a free port")
         })?;
         let local = listener.local_addr()?;

@@ -10,26 +10,24 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use blkyard::rate::{RateSlot, take_own_rate};
+use blkyard::rate::take_own_rate;
 use blkyard::scheduler::take_device_scheduler;
 use blkyard::spec::{Spec, SpecError, number, show_size};
 use blkyard::tracker::take_device_tracker;
 use blkyard::{Connector, Device, DeviceError};
 use blkyard_export::{
-    Acceptor, BackendConfig, BoundSocket, ControlLoop, ExportConfig, FrontEndSession, NvmeDisk, NvmeTcpAna,
-    NvmeTcpExport, NvmeTcpServer, NvmeTcpSession, SEG_MAX, Server, Taking, VfioUserExport, VfioUserSession,
-    VhostUserSession,
+    Acceptor, BackendConfig, BoundSocket, ControlLoop, NvmeDisk, NvmeTcpExport, SEG_MAX, VfioUserExport,
 };
 use blkyard_mq::{DeviceInfo, HeldBack, IdlePolicy, LogLimit};
 use blkyard_os::{LaneConfig, RingConfig, Signals, allow_all_descriptors, cpu_places};
-use blkyard_virtio::{BlkConfig, SerialId};
+use blkyard_virtio::BlkConfig;
 
 use crate::answers;
 use crate::control::{ControlPlace, ControlServer};
 use crate::daemon::{
-    ByProtocol, ClientRemotes, ClientSessionState, ClientState, ClientWatch, Daemon, DiskPlan, ExportedDevice,
-    FrontEndHandle, LANES_MAX, LatencyTrackers, QueueMaker, ServedDevice, ServedExport, ServedFrontEnd, ServedLanes,
-    ServedServer, SetLanesError, Share, ShareDevice, depth_of_all, pin_lane, usual_tracker,
+    ByProtocol, ClientRemotes, ClientState, Daemon, DiskPlan, ExportedDevice, LANES_MAX, LatencyTrackers, QueueMaker,
+    ServedDevice, ServedExport, ServedLanes, ServedServer, SetLanesError, Share, ShareDevice, depth_of_all, pin_lane,
+    usual_tracker,
 };
 use crate::ending::{Parts, StopToken, supervise};
 use crate::io_errors::{ErrorLog, tell_rest};
@@ -37,6 +35,7 @@ use crate::log::{self, LogFormat, say};
 use crate::plan::{Plan, Settings, Word, from_file, from_words, unserved};
 use crate::ports::SubsystemPorts;
 use crate::qemu::{self, QemuDisk};
+use crate::ready::{Inherited, ReadyExport, Start};
 use crate::receiver::ReceiverProcess;
 use crate::takeover::{self, InheritedState};
 use crate::threads;
@@ -131,7 +130,7 @@ pub struct ServeArgs {
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     pub cpus: Vec<u32>,
     /// Longest busy-polling of a lane before it sleeps, microseconds; shorter where it does not pay. A longer time
-    /// shortens latency and costs CPU. Default: 25.
+    /// shortens latency and costs CPU. Default: 25, and 200 while trials show that this pays.
     #[arg(long, value_name = "US", value_parser = number(0, IdlePolicy::SPIN_US_MAX))]
     pub spin_us: Option<u64>,
     /// Control socket for blkyard inspect and set, or none. Default: PID.sock in $XDG_RUNTIME_DIR/blkyard or
@@ -184,126 +183,6 @@ impl ServeArgs {
             drain_s: self.drain_s.or(bounded("drain_s", settings.drain_s, 0, DRAIN_S_MAX)?),
             log_format: self.log_format.or(settings.log_format),
         })
-    }
-}
-
-/// One export, ready to be served.
-struct ReadyExport {
-    name: String,
-    /// Unset for NVMe/TCP.
-    socket: Option<Arc<BoundSocket>>,
-    config: ReadyConfig,
-    queues: Vec<ClientWatch>,
-    serial: SerialId,
-    rate: Arc<RateSlot>,
-    devices: Vec<ExportedDevice>,
-    /// Set for NVMe/TCP.
-    ana: Option<Arc<NvmeTcpAna>>,
-    /// State inherited from another daemon.
-    inherited: Option<Inherited>,
-}
-
-/// Configuration of an export of any protocol, with the listening socket of NVMe/TCP.
-type ReadyConfig = ByProtocol<BackendConfig, VfioUserExport, (NvmeTcpExport, TcpListener)>;
-
-/// State of an export inherited from another daemon, beside its socket.
-struct Inherited {
-    offered: u16,
-    depth: Option<usize>,
-    wce: bool,
-    session: Option<ClientSessionState>,
-}
-
-impl ReadyExport {
-    /// Serves it, or prepares to continue with it.
-    fn start(self, control: &ControlLoop) -> Result<Start, ServeError> {
-        const OTHER: &str = "it has a session of another protocol";
-        const NO_SOCKET: &str = "exports on sockets have one";
-        let ReadyExport { socket, config, inherited, .. } = self;
-        Ok(match config {
-            ByProtocol::NvmeTcp((config, listener)) => {
-                ByProtocol::NvmeTcp(StartOf::Served(NvmeTcpServer::serve_on(control, listener, config)?))
-            }
-            ByProtocol::VhostUser(config) => {
-                let socket = socket.expect(NO_SOCKET);
-                let session_of = |session| {
-                    if let ByProtocol::VhostUser(session) = session { Ok(session) } else { Err(OTHER.to_owned()) }
-                };
-                ByProtocol::VhostUser(StartOf::new(control, socket, config, inherited, session_of)?)
-            }
-            ByProtocol::VfioUser(config) => {
-                let socket = socket.expect(NO_SOCKET);
-                let session_of = |session| {
-                    if let ByProtocol::VfioUser(session) = session { Ok(session) } else { Err(OTHER.to_owned()) }
-                };
-                ByProtocol::VfioUser(StartOf::new(control, socket, config, inherited, session_of)?)
-            }
-        })
-    }
-}
-
-/// An export that is served, or will be once the other daemon has let go.
-enum StartOf<F: FrontEndSession> {
-    Served(Server<F>),
-    Taking(Taking<F>),
-}
-
-/// The same for any protocol.
-type Start = ByProtocol<StartOf<VhostUserSession>, StartOf<VfioUserSession>, StartOf<NvmeTcpSession>>;
-
-impl<F: FrontEndSession> StartOf<F> {
-    fn new(
-        control: &ControlLoop,
-        socket: Arc<BoundSocket>,
-        config: ExportConfig<F>,
-        inherited: Option<Inherited>,
-        session_of: impl FnOnce(ClientSessionState) -> Result<F::State, String>,
-    ) -> Result<StartOf<F>, ServeError> {
-        let Some(Inherited { offered, depth, wce, session }) = inherited else {
-            return Ok(StartOf::Served(Server::start_on(control, socket, config)?));
-        };
-        let name = config.name.clone();
-        let taking = session.map(session_of).transpose();
-        let taking = taking.and_then(|session| Server::take_over_on(control, socket, config, offered, wce, session));
-        let cure = "the other daemon continues; stop it instead";
-        let taking = taking.map_err(|why| SpecError::new(name, format!("it cannot be taken over: {why}"), cure))?;
-        if let Some(depth) = depth {
-            // Applied as soon as it serves; it cannot fail.
-            let _ = taking.server().hand().set_depth(depth);
-        }
-        Ok(StartOf::Taking(taking))
-    }
-
-    fn front_end(&self) -> FrontEndHandle<F> {
-        FrontEndHandle::of(match self {
-            StartOf::Served(server) => server,
-            StartOf::Taking(taking) => taking.server(),
-        })
-    }
-
-    fn go(self) -> Server<F> {
-        match self {
-            StartOf::Served(server) => server,
-            StartOf::Taking(taking) => taking.go(),
-        }
-    }
-}
-
-impl Start {
-    fn front_end(&self) -> ServedFrontEnd {
-        match self {
-            ByProtocol::VhostUser(start) => ByProtocol::VhostUser(start.front_end()),
-            ByProtocol::VfioUser(start) => ByProtocol::VfioUser(start.front_end()),
-            ByProtocol::NvmeTcp(start) => ByProtocol::NvmeTcp(start.front_end()),
-        }
-    }
-
-    fn go(self) -> ServedServer {
-        match self {
-            ByProtocol::VhostUser(start) => ByProtocol::VhostUser(start.go()),
-            ByProtocol::VfioUser(start) => ByProtocol::VfioUser(start.go()),
-            ByProtocol::NvmeTcp(start) => ByProtocol::NvmeTcp(start.go()),
-        }
     }
 }
 
@@ -596,7 +475,7 @@ fn open(
         let name = plan.device.name.clone();
         let left = inherited.as_mut().and_then(|inherited| inherited.devices.pop_front());
         let (device, info) = if let Some(mut left) = left {
-            let device = Device::adopt(plan.device, left.file.take(), left.sync_failed)?;
+            let device = Device::adopt(plan.device, std::mem::take(&mut left.received))?;
             left.check(&device)?;
             let info = left.info(device.info());
             (device, info)
@@ -669,11 +548,17 @@ fn bind(
     }
     let (remotes, problem) = maker.make_all(0..queues);
     problem.map_or(Ok(()), |why| Err(ServeError::Queue(why)))?;
+    let mut left_listener = None;
     let (socket, inherited) = match left {
         None if want.target.is_some() => (None, None),
         Some(ClientState { listener, path, identity, offered, depth, wce, session, .. }) => {
-            let socket = BoundSocket::adopt(listener, path, identity);
-            (Some(tracked(socket)?), Some(Inherited { offered, depth, wce, session }))
+            let socket = if want.target.is_some() {
+                left_listener = Some(TcpListener::from(listener));
+                None
+            } else {
+                Some(tracked(BoundSocket::adopt(listener, path, identity))?)
+            };
+            (socket, Some(Inherited { offered, depth, wce, session }))
         }
         None => (Some(tracked(BoundSocket::bind(&want.socket)?)?), None),
     };
@@ -693,7 +578,8 @@ fn bind(
         ClientRemotes::NvmeTcp(remotes) => {
             let Some(target) = want.target else { unreachable!("a target has an address") };
             let serial = want.serial.to_string();
-            let (disk, states, listener) = ports.bind(&name, target, namespaces(), queues as u16, serial)?;
+            let (disk, states, listener) =
+                ports.bind(&name, target, left_listener, namespaces(), (queues as u16, serial))?;
             ana = Some(states);
             let config = NvmeTcpExport { name: name.clone(), disk, queues: remotes, domains };
             ByProtocol::NvmeTcp((config, listener))
@@ -715,7 +601,7 @@ fn bind(
 /// How each lane is made.
 fn lane_configs(args: &ServeArgs) -> impl Fn(usize) -> LaneConfig + Send + Sync + 'static {
     let (cpus, machine) = (args.cpus.clone(), cpu_places());
-    let policy = args.spin_us.map_or_else(IdlePolicy::default, |us| IdlePolicy { spin_ns: us * 1000 });
+    let policy = args.spin_us.map_or_else(IdlePolicy::default, |us| IdlePolicy::up_to(us * 1000));
     move |lane| {
         let (cpus, node) = pin_lane(&cpus, &machine, lane);
         let ring = RingConfig { outstanding_max: 16_384, pollers_max: 4096, ..RingConfig::default() };

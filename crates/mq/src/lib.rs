@@ -10,6 +10,7 @@
 
 mod bio;
 mod budget;
+mod cancelled;
 mod disk;
 mod driver;
 mod errors;
@@ -38,12 +39,13 @@ mod tag;
 pub use bio::{Bio, BioFlags, Op, Priority};
 pub use blkyard_mem::{BufferAccess, BufferId, Region, RegionTable, RegisterError, RegisteredBuffer, Segment, Span};
 pub use budget::{Budget, BudgetError, BudgetShare};
+pub use cancelled::Cancellations;
 pub use disk::{QueueFactory, QueuesError, SharedDisk, SharedSubmitter};
 pub use driver::{Batch, BlockDevice, DeviceInfo, Done, Driver, Shortage, TimedOut};
 pub use errors::{ErrorCode, IoError, IoErrors};
 pub use fence::{FenceEvidence, Fenced, PathGeneration, TakenBio, UnfencedBio};
 pub use hw::{FlushSnapshot, HwQueue, HwQueueConfig, HwSnapshot, Merging, NamespaceSnapshot, RequestSnapshot};
-pub use idle::IdlePolicy;
+pub use idle::{CpuUse, IdlePolicy};
 pub use lane::{Idle, Lane, LaneWaker, Poller, PollerState, SignalEventfd, SignalSlot, Slot, Wake};
 pub use latency::{LatencyWindow, TrackerConfig};
 pub use limits::{BioSplit, Cursor, LimitsError, QueueLimits};
@@ -56,7 +58,7 @@ pub use rate::{RateConfig, RateLimit};
 pub use request::{Ranges, Request, RequestState, Segments};
 pub use sched::{
     DeadlineConfig, FAIR_WEIGHTS_MAX, FairConfig, FairDevice, KyberConfig, Reach, Scheduler, SchedulerConfig,
-    SchedulerSnapshot, Selected, SharedDepth, SliceKey, SliceOrder, TimesliceConfig,
+    SchedulerSnapshot, Selected, SharedDepth, SliceKey, SliceOrder, StreamKey, TimesliceConfig,
 };
 pub use stats::{
     DeviceTime, Held, Histogram, HistogramSnapshot, HwStats, OpClass, OpSnapshot, StatsSnapshot, TurnStats,

@@ -5,6 +5,8 @@
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicU8, AtomicU64};
 
+use serde::{Deserialize, Serialize};
+
 use crate::{NamespaceTable, NvmeStatus};
 
 /// Identifier of the log page.
@@ -167,7 +169,39 @@ impl Default for AnaGroups {
     }
 }
 
+/// States of groups that were changed, with the changes of each and of all.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct AnaSnapshot {
+    /// Group, code of its state, changes.
+    groups: Vec<(u32, u8, u64)>,
+    all_changes: u64,
+}
+
 impl AnaGroups {
+    /// Saves the states.
+    pub fn snapshot(&self) -> AnaSnapshot {
+        let of = |group: u32| {
+            let at = group as usize - 1;
+            (group, self.states[at].load(Relaxed), self.changes[at].load(Relaxed))
+        };
+        let groups = (1..=AnaGroups::GROUPS_MAX).map(of).filter(|(_, _, changes)| *changes > 0).collect();
+        AnaSnapshot { groups, all_changes: self.all_changes.load(Relaxed) }
+    }
+
+    /// Restores saved states. Returns whether they are valid.
+    pub fn restore(&self, saved: &AnaSnapshot) -> bool {
+        for (group, code, changes) in &saved.groups {
+            let place = (*group as usize).wrapping_sub(1);
+            if place >= self.states.len() || AnaState::from_code(*code).is_none() {
+                return false;
+            }
+            self.states[place].store(*code, Relaxed);
+            self.changes[place].store(*changes, Relaxed);
+        }
+        self.all_changes.store(saved.all_changes, Relaxed);
+        true
+    }
+
     /// Maximum groups, and maximum identifier of a group (ANAGRPMAX): those of Linux's target.
     pub const GROUPS_MAX: u32 = 128;
     /// Maximum duration of the state "change" (ANATT), s. Linux resets a controller that is in it twice as long.

@@ -40,7 +40,7 @@ use blkyard_mem::{Region, Segment, View};
 use self::admin::PendingAdmin;
 pub use self::capabilities::{ControllerOptions, FabricsOptions};
 use self::capsules::CapsuleQueue;
-pub use self::capsules::{AdminCompletion, ConnectedQueue};
+pub use self::capsules::{AdminCompletion, ConnectedQueue, KEEP_ALIVE_LATE_NS};
 use self::cross_reset::CrossReset;
 use self::events::{ControllerEvent, PendingEvents};
 use self::features::Features;
@@ -59,7 +59,7 @@ use self::rings::{CompletionRing, SubmissionRing};
 pub use self::snapshot::{ControllerSnapshot, SnapshotError};
 use crate::doorbell::{Doorbells, ShadowDoorbells};
 use crate::registers as reg;
-use crate::{DataWalker, DmaMap, IdentifyController, NvmeStatus};
+use crate::{DataWalker, DiscoveryLog, DmaMap, IdentifyController, NvmeStatus};
 
 /// Maximum admin commands executed by one call of [`Controller::poll`], since the thread has other work.
 const COMMANDS_MAX: usize = 64;
@@ -337,13 +337,16 @@ impl Controller {
         self.shutdown_flush == Some(number) || self.pending.iter().any(is_its)
     }
 
-    /// Replaces the memory of the host. The previous memory is in use until [`Controller::is_remapping`] is false.
+    /// Replaces the memory of the host. Later commands use the new one; those in flight may use the previous one until
+    /// [`Controller::is_remapping`] is false. Regions with an address in both have the same number in both, and the
+    /// table has those of bios in flight. The number of one that has lost its address is free from then on, that of
+    /// the controller's own memory never: a table with an empty slot 0 leaves it that one.
     ///
     /// A queue whose rings or shadow doorbells are not mapped pauses, and continues once they are mapped again. A write
     /// of its tail doorbell register meanwhile is a fatal error.
     pub fn set_memory(&mut self, map: &DmaMap) {
         let (map, number) = map.with_region(Arc::clone(&self.bounce));
-        self.memory = ControllerMemory::new(map, number, self.options.transfer_bytes);
+        self.memory = self.memory.changed(map, number);
         self.find_shadow();
         if let Some(pair) = &mut self.admin {
             pair.bind(self.memory.map(), &self.doorbells);
@@ -356,7 +359,7 @@ impl Controller {
         }
     }
 
-    /// Whether an owner of a queue may still use the memory before the last [`Controller::set_memory`].
+    /// Whether an owner of a queue may still use memory that has no address any more.
     pub fn is_remapping(&self) -> bool {
         let is_deleting = self.cqs.iter().flatten().any(|queue| queue.is_deleting);
         self.remapping > 0 || is_deleting || self.stopping.is_some_and(|owners| owners > 0)
@@ -379,6 +382,11 @@ impl Controller {
         if self.namespaces.ana().is_some() {
             self.events.push(ControllerEvent::AnaChanged, self.features.async_events);
         }
+    }
+
+    /// The log of a discovery controller.
+    pub(crate) fn discovery_log(&self) -> Option<&Arc<DiscoveryLog>> {
+        self.options.fabrics.as_ref()?.discovery.as_ref()
     }
 
     /// The memory accessible to the controller.
@@ -581,10 +589,6 @@ impl Controller {
         self.flushes += 1;
         self.requests.push_back(ControllerRequest::Flush(self.flushes));
         self.flushes
-    }
-
-    fn start_keep_alive(&mut self) {
-        self.keep_alive_until_ns = self.features.keep_alive_ns().map(|timeout| self.now_ns.saturating_add(timeout));
     }
 
     /// Handles an invalid doorbell value.

@@ -4,6 +4,8 @@
 //! Names and values are those of the NVMe Base Specification 2.3: the command in 5.4.3 (opcode 38h), its use in 8.3.3
 //! and 9.6.2, the fields of Identify Controller in Figure 328, the log page 1Eh, and the notice F4h in Figure 154.
 
+use serde::{Deserialize, Serialize};
+
 use crate::{IDENTIFY_BYTES, IdentifyController, Sqe, admin};
 
 /// Identifier of the log page.
@@ -27,7 +29,7 @@ const ENTRY_BYTES: usize = 8;
 const BEGUN: u8 = 0b11;
 
 /// One life of a controller: from its Connect to its end. A later one with the same identifier has other numbers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct ControllerInstance {
     /// Controller identifier (CNTLID).
     pub id: u16,
@@ -62,7 +64,7 @@ impl ControllerInstance {
 }
 
 /// Progress of a reset.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum CrossResetState {
     /// Commands may still be executed.
     Running,

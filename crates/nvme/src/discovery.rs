@@ -5,6 +5,8 @@
 
 use std::net::IpAddr;
 
+use serde::{Deserialize, Serialize};
+
 use crate::fabrics::{ANY_CONTROLLER, Nqn};
 
 /// Identifier of the log page.
@@ -187,7 +189,7 @@ impl DiscoveryHeader {
 }
 
 /// The log page of a discovery controller, encoded.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct DiscoveryLog(Vec<u8>);
 
 impl DiscoveryLog {

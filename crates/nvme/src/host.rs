@@ -35,7 +35,7 @@ pub use host_controller::{HostController, HostEvent, NvmeHostConfig};
 pub use negotiate::QueueDemand;
 pub use nvm_limits::NvmLimits;
 pub use passthrough::{PassthroughQueue, TransferBuffer};
-pub use queue_pair::{Completed, CqeFault, CqeFaults, HostQueuePair, QueueRings};
+pub use queue_pair::{Completed, CqeFault, CqeFaults, HostQueuePair, QueuePositions, QueueRings};
 pub(crate) use queue_pair::{SLOT_MASK, cid};
 pub use retry::{CANCELLED_RETRY_NS, Disposition, RETRIES_MAX, Retries, RetryDelays};
 pub use scan::{NAMESPACES_MAX, NamespaceIds, ScannedNamespace};

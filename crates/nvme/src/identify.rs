@@ -201,6 +201,11 @@ impl IdentifyController {
     /// Bytes of a power state descriptor.
     pub const POWER_STATE_BYTES: usize = 32;
 
+    /// Whether any command restarts the keep-alive timer.
+    pub fn keeps_alive_by_traffic(&self) -> bool {
+        self.attributes & 1 << 6 != 0
+    }
+
     /// Maximum transfer, bytes, with pages of 4096 << `page_min` bytes; `None` for unlimited.
     pub fn transfer_bytes_max(&self, page_min: u8) -> Option<u64> {
         let shift = 12 + u32::from(page_min) + u32::from(self.mdts);

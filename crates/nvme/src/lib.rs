@@ -47,12 +47,12 @@ mod subsystem;
 pub mod tcp;
 mod walk;
 
-pub use ana::{ANA_LOG, AnaGroup, AnaGroups, AnaLog, AnaState};
+pub use ana::{ANA_LOG, AnaGroup, AnaGroups, AnaLog, AnaSnapshot, AnaState};
 pub use controller::{
     AdminCompletion, ConnectedQueue, Controller, ControllerIoQueue, ControllerMemory, ControllerOptions,
     ControllerQueueCommand, ControllerQueuePair, ControllerQueueReply, ControllerRequest, ControllerRings,
-    ControllerSnapshot, DoorbellFault, ErrorEntry, FabricsOptions, Fetched, NamespaceTable, NewSubmissionQueue,
-    NextBio, RegisterFault, ServedNamespace, SnapshotError,
+    ControllerSnapshot, DoorbellFault, ErrorEntry, FabricsOptions, Fetched, KEEP_ALIVE_LATE_NS, NamespaceTable,
+    NewSubmissionQueue, NextBio, RegisterFault, ServedNamespace, SnapshotError,
 };
 pub use cqe::{CQE_BYTES, Cqe};
 pub use cross_reset::{
@@ -63,7 +63,7 @@ pub use discovery::{
     DISCOVERY_ENTRIES_MAX, DISCOVERY_ENTRY_BYTES, DISCOVERY_LOG, DISCOVERY_PORT, DiscoveredLog, DiscoveryEntry,
     DiscoveryError, DiscoveryHeader, DiscoveryKind, DiscoveryLog, SecureChannel,
 };
-pub use dma::{DmaMap, DmaMapError, DmaRange, DmaSegment};
+pub use dma::{DmaMap, DmaMapError, DmaRange, DmaSegment, RegionSet};
 pub use doorbell::{Doorbells, ShadowDoorbells};
 pub use fabrics_host::{
     DISCOVERY_SERVICES_MAX, DiscoveryService, DiscoveryWalk, FabricsConnect, FabricsData, FabricsHost,
@@ -77,8 +77,8 @@ pub use fields::{
 pub use host::{
     AdminData, AdminRings, CANCELLED_RETRY_NS, Completed, ControllerState, ControllerTransport, CqeFault, CqeFaults,
     DeviceGone, Disable, Disposition, Enable, HostController, HostEvent, HostQueuePair, HostStep, LateAction,
-    NAMESPACES_MAX, NamespaceIds, NvmLimits, NvmeHostConfig, NvmeHostError, PassthroughQueue, QueueDemand, QueueRings,
-    RETRIES_MAX, Retries, RetryDelays, ScannedNamespace, Silence, TransferBuffer,
+    NAMESPACES_MAX, NamespaceIds, NvmLimits, NvmeHostConfig, NvmeHostError, PassthroughQueue, QueueDemand,
+    QueuePositions, QueueRings, RETRIES_MAX, Retries, RetryDelays, ScannedNamespace, Silence, TransferBuffer,
 };
 pub use identify::{IDENTIFY_BYTES, IdentifyController, IdentifyNamespace, LbaFormat};
 pub use io_queue::{IoQueue, IoQueueCommand, IoQueueReport, LateCommand};
@@ -90,7 +90,9 @@ pub use namespace::NvmeNamespace;
 pub use parse::{IoCommand, IoParser, NamespaceFormat};
 pub use sqe::{DSM_RANGE_BYTES, DsmRange, Psdt, SQE_BYTES, Sqe, admin, cns, control, feature, io};
 pub use status::NvmeStatus;
-pub use subsystem::{ConnectRefusal, Connected, FabricsAssociation, FabricsSubsystem, SubsystemOptions};
+pub use subsystem::{
+    ConnectRefusal, Connected, FabricsAssociation, FabricsSubsystem, SubsystemOptions, SubsystemSnapshot,
+};
 pub use walk::DataWalker;
 
 /// Memory page size of a controller, bytes: 4096 (CC.MPS 0), for any page size of the host.

@@ -10,12 +10,14 @@ use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
 
+use serde::{Deserialize, Serialize};
+
 use crate::fabrics::{
     ANY_CONTROLLER, CONNECT_BYTES, ConnectCommand, ConnectData, DISCOVERY_NQN, InvalidParameter, Nqn, fabrics_status,
 };
 use crate::{
-    ConnectedQueue, Controller, ControllerInstance, ControllerOptions, DiscoveryLog, FabricsOptions, NamespaceTable,
-    NvmeStatus,
+    ConnectedQueue, Controller, ControllerInstance, ControllerOptions, ControllerSnapshot, DiscoveryLog,
+    FabricsOptions, NamespaceTable, NvmeStatus, SnapshotError,
 };
 
 /// Offsets of fields of a Connect command.
@@ -112,6 +114,25 @@ pub enum Connected {
     /// The association of this controller is to be ended and [removed](FabricsSubsystem::remove), and then the Connect
     /// is to be tried again.
     Replaces(u16),
+}
+
+/// The associations of a subsystem as plain data.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct SubsystemSnapshot {
+    associations: Vec<AssociationSnapshot>,
+    next: u16,
+    instances: u64,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct AssociationSnapshot {
+    id: u16,
+    host: String,
+    host_id: [u8; 16],
+    /// Set for the discovery service.
+    discovery: Option<DiscoveryLog>,
+    instance: Option<ControllerInstance>,
+    controller: ControllerSnapshot,
 }
 
 /// A subsystem and its associations.
@@ -263,6 +284,17 @@ impl FabricsSubsystem {
     ) -> io::Result<Controller> {
         self.instances += 1;
         let instance = self.options.instance_seed.map(|seed| instance(id, seed, self.instances));
+        let (options, namespaces) = self.controller_options(id, is_discovery, instance);
+        Controller::over_fabrics(options, namespaces, keep_alive_ms, now_ns)
+    }
+
+    /// Options and namespaces of a controller.
+    fn controller_options(
+        &self,
+        id: u16,
+        is_discovery: bool,
+        instance: Option<ControllerInstance>,
+    ) -> (ControllerOptions, NamespaceTable) {
         let options = self.options.controller.clone();
         let in_capsule = options.fabrics.as_ref().map_or(0, |fabrics| fabrics.in_capsule);
         let discovery = is_discovery.then(|| Arc::clone(&self.log));
@@ -274,7 +306,51 @@ impl FabricsSubsystem {
             ..options
         };
         let namespaces = if is_discovery { NamespaceTable::new(1) } else { self.namespaces.clone() };
-        Controller::over_fabrics(options, namespaces, keep_alive_ms, now_ns)
+        (options, namespaces)
+    }
+
+    /// Saves the associations, whose controllers are at rest.
+    ///
+    /// # Errors
+    /// A controller is not.
+    pub fn snapshot(&self) -> Result<SubsystemSnapshot, SnapshotError> {
+        let save = |(id, association): (&u16, &FabricsAssociation)| {
+            Ok(AssociationSnapshot {
+                id: *id,
+                host: association.host.as_str().to_owned(),
+                host_id: association.host_id,
+                discovery: association.controller.discovery_log().map(|log| DiscoveryLog::clone(log)),
+                instance: association.controller.instance(),
+                controller: association.controller.snapshot([])?,
+            })
+        };
+        let associations = self.associations.iter().map(save).collect::<Result<_, SnapshotError>>()?;
+        Ok(SubsystemSnapshot { associations, next: self.next, instances: self.instances })
+    }
+
+    /// Restores the associations of a new subsystem.
+    ///
+    /// # Errors
+    /// The state is invalid for its options, or the system has no memory left.
+    pub fn restore(&mut self, saved: &SubsystemSnapshot) -> Result<(), SnapshotError> {
+        let first = self.options.controller.controller_id;
+        for one in &saved.associations {
+            let host = Nqn::new(&one.host).ok_or(SnapshotError::Invalid("the name of a host"))?;
+            let is_id = (first..first + FabricsSubsystem::CONTROLLER_IDS).contains(&one.id);
+            if !is_id || self.associations.len() >= usize::from(self.options.controllers_max) {
+                return Err(SnapshotError::Invalid("other controller identifiers"));
+            }
+            let is_discovery = one.discovery.is_some();
+            if let Some(log) = &one.discovery {
+                self.set_discovery(log.clone());
+            }
+            let (options, namespaces) = self.controller_options(one.id, is_discovery, one.instance);
+            let controller = Controller::restore_over_fabrics(options, namespaces, &one.controller)?;
+            let association = FabricsAssociation { controller, host, host_id: one.host_id, is_discovery };
+            self.associations.insert(one.id, association);
+        }
+        (self.next, self.instances) = (saved.next % FabricsSubsystem::CONTROLLER_IDS, saved.instances);
+        Ok(())
     }
 
     fn connect_io(&mut self, qid: u16, data: &ConnectData, is_discovery: bool) -> Result<Connected, ConnectRefusal> {

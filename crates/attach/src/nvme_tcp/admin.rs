@@ -11,7 +11,7 @@ use blkyard_nvme::tcp::SendList;
 use blkyard_nvme::{FabricsHost, FabricsHostConfig, FabricsHostError, FabricsHostEvent};
 use blkyard_sys::{EventFd, PollFd, PollFlags};
 
-use crate::nvme_tcp::admin_stream::{AdminStream, AdminStreamState, ConnectAttempt};
+use crate::nvme_tcp::admin_stream::{AdminAttempt, AdminConnector, AdminStream, AdminStreamState};
 
 /// Receives in one step.
 const RECEIVES_MAX: usize = 16;
@@ -25,7 +25,9 @@ pub(super) struct AdminConnection {
     wake: Arc<EventFd>,
     /// The association that waits for its stream.
     awaited: Option<u64>,
-    attempt: Option<ConnectAttempt>,
+    connector: Box<dyn AdminConnector>,
+    /// The connect under way, and the association that it is for.
+    attempt: Option<(u64, Box<dyn AdminAttempt>)>,
     stream: Option<AdminStream>,
     list: SendList,
     /// Address of the controller: that of the last stream.
@@ -36,13 +38,19 @@ pub(super) struct AdminConnection {
 
 impl AdminConnection {
     /// `wake` is signalled when an attempt to connect has ended.
-    pub(super) fn new(config: FabricsHostConfig, address: String, wake: Arc<EventFd>) -> AdminConnection {
+    pub(super) fn new(
+        config: FabricsHostConfig,
+        address: String,
+        connector: Box<dyn AdminConnector>,
+        wake: Arc<EventFd>,
+    ) -> AdminConnection {
         AdminConnection {
             connect_max: Duration::from_nanos(config.connect_ns),
             host: FabricsHost::new(config),
             address,
             wake,
             awaited: None,
+            connector,
             attempt: None,
             stream: None,
             list: SendList::new(SendList::PIECES_MIN),
@@ -131,31 +139,31 @@ impl AdminConnection {
     /// What to wait for.
     pub(super) fn events(&self) -> Vec<PollFd<'_>> {
         let mut events = vec![PollFd::new(&*self.wake, PollFlags::IN)];
-        if let Some(stream) = &self.stream {
-            let (socket, flags) = stream.events();
+        if let Some((socket, flags)) = self.stream.as_ref().and_then(AdminStream::events) {
             events.push(PollFd::from_borrowed_fd(socket, flags));
         }
         events
     }
 
     fn look_at_attempt(&mut self, now_ns: u64) {
-        let Some(outcome) = self.attempt.as_ref().and_then(ConnectAttempt::outcome) else { return };
-        let Some(attempt) = self.attempt.take() else { return };
-        if self.awaited != Some(attempt.association) {
+        let Some((association, attempt)) = &mut self.attempt else { return };
+        let (association, Some(outcome)) = (*association, attempt.outcome()) else { return };
+        self.attempt = None;
+        if self.awaited != Some(association) {
             // It was given up meanwhile.
             return self.connect();
         }
         self.awaited = None;
-        match outcome.map(|socket| AdminStream::new(attempt.association, socket)) {
+        match outcome.map(|socket| AdminStream::new(association, socket)) {
             Ok(Some(stream)) => {
                 (self.peer, self.cause) = (Some(stream.peer), None);
                 self.stream = Some(stream);
-                self.host.admin_opened(attempt.association, now_ns);
+                self.host.admin_opened(association, now_ns);
             }
-            Ok(None) => self.host.admin_closed(attempt.association, now_ns),
+            Ok(None) => self.host.admin_closed(association, now_ns),
             Err(cause) => {
                 self.cause = Some(cause);
-                self.host.admin_closed(attempt.association, now_ns);
+                self.host.admin_closed(association, now_ns);
             }
         }
     }
@@ -163,7 +171,8 @@ impl AdminConnection {
     /// Begins to connect, unless an earlier attempt has not ended.
     fn connect(&mut self) {
         if let (None, Some(association)) = (&self.attempt, self.awaited) {
-            self.attempt = Some(ConnectAttempt::begin(association, &self.address, self.connect_max, &self.wake));
+            let attempt = self.connector.begin(&self.address, self.connect_max, &self.wake);
+            self.attempt = Some((association, attempt));
         }
     }
 }

@@ -1,6 +1,9 @@
 //! The connection of the admin queue: a socket of the control thread, and how it is connected.
+//!
+//! The traits are those of the system's sockets ([`SystemConnector`]), and of the simulation's.
 
-use std::io::{ErrorKind, Read, Write};
+use std::fmt::Debug;
+use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream, ToSocketAddrs};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -15,16 +18,55 @@ use blkyard_sys::{EventFd, PollFlags};
 /// Bytes read at once.
 const READ_BYTES: usize = 16 << 10;
 
-/// A connect on a thread of its own.
-#[derive(Debug)]
-pub(super) struct ConnectAttempt {
-    pub(super) association: u64,
-    outcome: Receiver<Result<TcpStream, String>>,
+/// Connects the streams of admin queues.
+pub trait AdminConnector: Debug + Send {
+    /// Begins to connect to `HOST:PORT`, for this time at most. `wake` is signalled at the end.
+    fn begin(&self, address: &str, limit: Duration, wake: &Arc<EventFd>) -> Box<dyn AdminAttempt>;
 }
 
-impl ConnectAttempt {
-    /// Resolves the address and connects, to the first of its addresses that answers. `wake` is signalled at the end.
-    pub(super) fn begin(association: u64, address: &str, limit: Duration, wake: &Arc<EventFd>) -> ConnectAttempt {
+/// A connect under way.
+pub trait AdminAttempt: Debug + Send {
+    /// The outcome, once there is one. The error is the cause.
+    fn outcome(&mut self) -> Option<Result<Box<dyn AdminSocket>, String>>;
+}
+
+/// A connected stream. Reads and writes do not wait.
+pub trait AdminSocket: Read + Write + Debug + Send {
+    /// Address of the other end.
+    ///
+    /// # Errors
+    /// The connection is broken already.
+    fn peer(&self) -> io::Result<SocketAddr>;
+
+    /// Descriptor to wait for; unset for one that signals its owner otherwise.
+    fn descriptor(&self) -> Option<BorrowedFd<'_>>;
+
+    /// The other end is to see the end of the stream behind what was written.
+    fn finish(&mut self);
+}
+
+impl AdminSocket for TcpStream {
+    fn peer(&self) -> io::Result<SocketAddr> {
+        self.peer_addr()
+    }
+
+    fn descriptor(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.as_fd())
+    }
+
+    fn finish(&mut self) {
+        // A peer that has gone needs none.
+        let _ = self.shutdown(Shutdown::Write);
+    }
+}
+
+/// Connects sockets of the system, each on a thread of its own.
+#[derive(Debug)]
+pub(super) struct SystemConnector;
+
+impl AdminConnector for SystemConnector {
+    /// Resolves the address and connects, to the first of its addresses that answers.
+    fn begin(&self, address: &str, limit: Duration, wake: &Arc<EventFd>) -> Box<dyn AdminAttempt> {
         let (sender, outcome) = channel();
         let (address, wake) = (address.to_owned(), Arc::clone(wake));
         let failed = sender.clone();
@@ -35,13 +77,18 @@ impl ConnectAttempt {
         if let Err(error) = thread {
             let _ = failed.send(Err(format!("no thread to connect: {error}; see the limits on threads and memory")));
         }
-        ConnectAttempt { association, outcome }
+        Box::new(SystemAttempt(outcome))
     }
+}
 
-    /// The outcome, once there is one.
-    pub(super) fn outcome(&self) -> Option<Result<TcpStream, String>> {
-        match self.outcome.try_recv() {
-            Ok(outcome) => Some(outcome),
+/// A connect on a thread of its own.
+#[derive(Debug)]
+struct SystemAttempt(Receiver<Result<TcpStream, String>>);
+
+impl AdminAttempt for SystemAttempt {
+    fn outcome(&mut self) -> Option<Result<Box<dyn AdminSocket>, String>> {
+        match self.0.try_recv() {
+            Ok(outcome) => Some(outcome.map(|socket| Box::new(socket) as _)),
             Err(TryRecvError::Empty) => None,
             Err(TryRecvError::Disconnected) => Some(Err("the thread that connects has ended".into())),
         }
@@ -78,15 +125,15 @@ pub(super) enum AdminStreamState {
 pub(super) struct AdminStream {
     pub(super) association: u64,
     pub(super) peer: SocketAddr,
-    socket: TcpStream,
+    socket: Box<dyn AdminSocket>,
     /// Bytes to be sent. Data of commands is copied: there is little.
     outgoing: Vec<u8>,
     buffer: Box<[u8]>,
 }
 
 impl AdminStream {
-    pub(super) fn new(association: u64, socket: TcpStream) -> Option<AdminStream> {
-        let peer = socket.peer_addr().ok()?;
+    pub(super) fn new(association: u64, socket: Box<dyn AdminSocket>) -> Option<AdminStream> {
+        let peer = socket.peer().ok()?;
         Some(AdminStream { association, peer, socket, outgoing: vec![], buffer: vec![0; READ_BYTES].into() })
     }
 
@@ -137,14 +184,14 @@ impl AdminStream {
     }
 
     /// What to wait for.
-    pub(super) fn events(&self) -> (BorrowedFd<'_>, PollFlags) {
+    pub(super) fn events(&self) -> Option<(BorrowedFd<'_>, PollFlags)> {
         let out = if self.outgoing.is_empty() { PollFlags::empty() } else { PollFlags::OUT };
-        (self.socket.as_fd(), PollFlags::IN | out)
+        Some((self.socket.descriptor()?, PollFlags::IN | out))
     }
 
     /// Closes it, with the end of the stream behind what was sent.
     pub(super) fn close(mut self) {
         self.send();
-        let _ = self.socket.shutdown(Shutdown::Write);
+        self.socket.finish();
     }
 }

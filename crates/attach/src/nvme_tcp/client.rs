@@ -10,6 +10,7 @@ use blkyard_sys::{EventFd, TimeSource};
 
 use crate::AttachError;
 use crate::nvme_tcp::admin::AdminConnection;
+use crate::nvme_tcp::admin_stream::SystemConnector;
 
 /// Time for an orderly end, beyond which the connection is just closed.
 const DISCONNECT_MAX: Duration = Duration::from_secs(1);
@@ -38,7 +39,7 @@ impl AdminClient {
     ) -> Result<AdminClient, AttachError> {
         let wake = EventFd::new().map_err(|source| AttachError::System { disk: name.to_owned(), source })?;
         let (wake, began) = (Arc::new(wake), clock.now());
-        let mut admin = AdminConnection::new(host, address.to_owned(), Arc::clone(&wake));
+        let mut admin = AdminConnection::new(host, address.to_owned(), Box::new(SystemConnector), Arc::clone(&wake));
         admin.host.start(0);
         Ok(AdminClient { name: name.to_owned(), admin, wake, clock, began, limit, until: began + limit })
     }

@@ -21,6 +21,7 @@ use crate::AttachError;
 use crate::nvme::{check_same, find_namespace};
 use crate::nvme_tcp::TcpNamespaceConfig;
 use crate::nvme_tcp::admin::AdminConnection;
+use crate::nvme_tcp::admin_stream::AdminConnector;
 use crate::nvme_tcp::disk::{AwaitedNamespace, TcpShared};
 use crate::nvme_tcp::mailbox::{OpenedTcpQueue, TcpCommand, TcpQueueMailbox};
 use crate::nvme_tcp::peer::PeerRequests;
@@ -47,6 +48,8 @@ pub(super) struct TcpControl {
     /// Whether an attempt has failed since the start or the last success.
     has_failed: bool,
     is_over: bool,
+    /// Set once it ends: the latest time of that, ns.
+    end_ns: Option<u64>,
     log: LogLimit,
 }
 
@@ -55,10 +58,12 @@ impl TcpControl {
         config: TcpNamespaceConfig,
         shared: Arc<TcpShared>,
         commands: Receiver<TcpCommand>,
+        connector: Box<dyn AdminConnector>,
         wake: Arc<EventFd>,
     ) -> TcpControl {
+        let (host, address) = (config.host.clone(), config.address.clone());
         TcpControl {
-            admin: AdminConnection::new(config.host.clone(), config.address.clone(), Arc::clone(&wake)),
+            admin: AdminConnection::new(host, address, connector, Arc::clone(&wake)),
             began: config.clock.now(),
             config,
             shared,
@@ -71,31 +76,44 @@ impl TcpControl {
             deadline_ns: None,
             has_failed: false,
             is_over: false,
+            end_ns: None,
             log: LogLimit::default(),
         }
     }
 
     /// Connects, and waits until the controller is live. The first failure is an error: the address may be wrong.
     pub(super) fn open(&mut self) -> Result<(), AttachError> {
-        self.admin.host.start(0);
-        loop {
+        self.start();
+        while self.namespace.is_none() {
             self.step();
-            if self.has_failed {
-                let (disk, cause) = (self.config.name.clone(), self.admin.why());
-                // It is about to try again: unless it has refused us for good, or has no such namespace.
-                let is_lost = self.admin.host.state() == ControllerState::Connecting;
-                self.shut_down();
-                return Err(if is_lost {
-                    AttachError::Unreachable { disk, cause }
-                } else {
-                    AttachError::Controller { disk, cause }
-                });
+            if let Some(failure) = self.failure() {
+                self.begin_end();
+                while self.run_once() {
+                    self.wait();
+                }
+                return Err(failure);
             }
-            if self.namespace.is_some() {
-                return Ok(());
+            if self.namespace.is_none() {
+                self.wait();
             }
-            self.wait();
         }
+        Ok(())
+    }
+
+    /// Begins to connect.
+    pub(super) fn start(&mut self) {
+        self.admin.host.start(0);
+    }
+
+    /// Why the last attempt to connect has failed.
+    pub(super) fn failure(&self) -> Option<AttachError> {
+        if !self.has_failed {
+            return None;
+        }
+        let (disk, cause) = (self.config.name.clone(), self.admin.why());
+        // It is about to try again: unless it has refused us for good, or has no such namespace.
+        let is_lost = self.admin.host.state() == ControllerState::Connecting;
+        Some(if is_lost { AttachError::Unreachable { disk, cause } } else { AttachError::Controller { disk, cause } })
     }
 
     /// Begins to connect to the controller of a namespace that is known from elsewhere, with so many queues.
@@ -103,7 +121,7 @@ impl TcpControl {
         let entries = awaited.late.depth + 1;
         self.admin.host.assume(entries.try_into().unwrap_or(u16::MAX), counts);
         (self.namespace, self.awaited) = (Some(known), Some(awaited));
-        self.admin.host.start(0);
+        self.start();
     }
 
     fn now_ns(&self) -> u64 {
@@ -124,6 +142,11 @@ impl TcpControl {
         self.counts().map_or(0, QueueCounts::total)
     }
 
+    /// Time after which the controller executes no command of a process that has died, ns.
+    pub(super) fn silence_ns(&self) -> u64 {
+        self.admin.host.silence_ns()
+    }
+
     /// Requests that a queue may have in flight.
     pub(super) fn depth(&self) -> usize {
         usize::from(self.admin.host.queue_options(1, 1, false).depth)
@@ -131,11 +154,36 @@ impl TcpControl {
 
     /// Runs until the disk and all its queues are dropped, then disconnects in order.
     pub(super) fn run(mut self) {
-        while self.step() {
+        while self.run_once() {
             self.wait();
         }
-        self.shared.peer.close();
-        self.shut_down();
+    }
+
+    /// Handles all that is due, and disconnects once the disk and all its queues are dropped. False at the end.
+    pub(super) fn run_once(&mut self) -> bool {
+        if !self.step() && self.end_ns.is_none() {
+            self.shared.peer.close();
+            self.begin_end();
+            self.step();
+        }
+        !self.is_over && self.end_ns.is_none_or(|end_ns| self.now_ns() < end_ns)
+    }
+
+    /// Disconnects in order, for a bounded time.
+    fn begin_end(&mut self) {
+        let now_ns = self.now_ns();
+        self.end_ns = Some(now_ns + SHUT_DOWN_MAX.as_nanos() as u64);
+        if self.admin.host.state() == ControllerState::DeletingNoIo {
+            self.is_over = true;
+        } else {
+            self.admin.host.disconnect(now_ns);
+        }
+    }
+
+    /// Latest time of the next step.
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        let due_ns = self.deadline_ns.into_iter().chain(self.end_ns).min();
+        due_ns.map(|due_ns| self.began + Duration::from_nanos(due_ns))
     }
 
     /// Handles all that is due. False once the disk and all its queues are dropped.
@@ -373,25 +421,7 @@ impl TcpControl {
 
     /// Sleeps until there is a command or an event, or something is due.
     fn wait(&self) {
-        let deadline = self.deadline_ns.map(|due_ns| self.began + Duration::from_nanos(due_ns));
         // After an early end everything is checked again.
-        let _ = self.config.clock.wait(&mut self.admin.events(), deadline);
-    }
-
-    /// Disconnects in order, for a bounded time.
-    fn shut_down(&mut self) {
-        let until_ns = self.now_ns() + SHUT_DOWN_MAX.as_nanos() as u64;
-        if self.admin.host.state() == ControllerState::DeletingNoIo {
-            return;
-        }
-        self.admin.host.disconnect(self.now_ns());
-        loop {
-            self.step();
-            if self.is_over || self.now_ns() >= until_ns {
-                return;
-            }
-            self.deadline_ns = Some(self.deadline_ns.map_or(until_ns, |due_ns| due_ns.min(until_ns)));
-            self.wait();
-        }
+        let _ = self.config.clock.wait(&mut self.admin.events(), self.deadline());
     }
 }

@@ -3,7 +3,7 @@
 use std::fmt::Formatter;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicBool, AtomicU64};
-use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -15,8 +15,9 @@ use blkyard_sys::EventFd;
 
 use crate::AttachError;
 use crate::mailbox::ControlSender;
+use crate::nvme_tcp::admin_stream::{AdminConnector, SystemConnector};
 use crate::nvme_tcp::control::TcpControl;
-use crate::nvme_tcp::mailbox::TcpCommand;
+use crate::nvme_tcp::mailbox::{OpenedTcpQueue, TcpCommand};
 use crate::nvme_tcp::peer::TcpPeer;
 use crate::nvme_tcp::{TcpNamespaceConfig, TcpNamespaceQueue};
 
@@ -113,7 +114,6 @@ impl std::fmt::Debug for AwaitedNamespace {
 #[derive(Debug)]
 pub struct TcpNamespace {
     shared: Arc<TcpShared>,
-    wake: Arc<EventFd>,
     /// Until the end.
     commands: Option<ControlSender<TcpCommand>>,
     config: TcpNamespaceConfig,
@@ -130,26 +130,44 @@ impl TcpNamespace {
     /// # Errors
     /// See [`AttachError`]: each names device, cause and cure.
     pub fn open(config: TcpNamespaceConfig) -> Result<TcpNamespace, AttachError> {
+        let (mut control, sender) = TcpNamespace::control(config, Box::new(SystemConnector))?;
+        control.open()?;
+        TcpNamespace::of(&control, sender).run(control)
+    }
+
+    /// The control side of a new association, and the way to it.
+    pub(super) fn control(
+        config: TcpNamespaceConfig,
+        connector: Box<dyn AdminConnector>,
+    ) -> Result<(TcpControl, ControlSender<TcpCommand>), AttachError> {
         let failed = |source| AttachError::System { disk: config.name.clone(), source };
         let wake = Arc::new(EventFd::new().map_err(failed)?);
         let shared = Arc::new(TcpShared::new(&config, &wake));
         let (sender, receiver) = channel();
-        let mut control = TcpControl::new(config.clone(), Arc::clone(&shared), receiver, Arc::clone(&wake));
-        control.open()?;
+        let sender = ControlSender::new(sender, &wake, &wake);
+        Ok((TcpControl::new(config, shared, receiver, connector, wake), sender))
+    }
+
+    /// The disk of an association that has found its namespace.
+    pub(super) fn of(control: &TcpControl, commands: ControlSender<TcpCommand>) -> TcpNamespace {
         let (Some(found), Some(counts)) = (control.namespace().cloned(), control.counts()) else {
             unreachable!("the controller is live")
         };
-        TcpNamespace {
-            depth: control.depth(),
-            shared,
-            wake,
-            commands: None,
-            config,
-            found,
-            counts,
-            control: no_thread(),
-        }
-        .run(control, sender)
+        TcpNamespace::with(control, commands, found, counts, control.depth())
+    }
+
+    fn with(
+        control: &TcpControl,
+        commands: ControlSender<TcpCommand>,
+        mut found: ScannedNamespace,
+        counts: QueueCounts,
+        depth: usize,
+    ) -> TcpNamespace {
+        let config = control.config.clone();
+        (found.info.name, found.info.timeout_ns) = (config.name.clone(), config.io_max_ns);
+        found.info.silence_ns = control.silence_ns();
+        let shared = Arc::clone(&control.shared);
+        TcpNamespace { shared, commands: Some(commands), config, found, counts, depth, control: Mutex::new(None) }
     }
 
     /// Another way to the namespace of `beside`, whose controller does not answer. It is connected in the background,
@@ -162,29 +180,21 @@ impl TcpNamespace {
         beside: &TcpNamespace,
         late: LateNamespace,
     ) -> Result<TcpNamespace, AttachError> {
-        let failed = |source| AttachError::System { disk: config.name.clone(), source };
-        let wake = Arc::new(EventFd::new().map_err(failed)?);
-        let shared = Arc::new(TcpShared::new(&config, &wake));
-        let (sender, receiver) = channel();
-        shared.monitor.change(|state| state.connection = ConnectionState::Connecting);
-        shared.note(|view| view.last_loss = Some(late.why.clone()));
+        let (mut control, sender) = TcpNamespace::control(config, Box::new(SystemConnector))?;
+        control.shared.monitor.change(|state| state.connection = ConnectionState::Connecting);
+        control.shared.note(|view| view.last_loss = Some(late.why.clone()));
         let (counts, depth) = (beside.counts, late.depth);
         let found = ScannedNamespace { info: late.info.clone(), ..beside.found.clone() };
-        let mut control = TcpControl::new(config.clone(), Arc::clone(&shared), receiver, Arc::clone(&wake));
-        let awaited = AwaitedNamespace { late, beside: Arc::clone(&beside.shared) };
-        control.wait_for(found.clone(), awaited, counts);
-        TcpNamespace { depth, shared, wake, commands: None, config, found, counts, control: no_thread() }
-            .run(control, sender)
+        control.wait_for(found.clone(), AwaitedNamespace { late, beside: Arc::clone(&beside.shared) }, counts);
+        TcpNamespace::with(&control, sender, found, counts, depth).run(control)
     }
 
     /// Starts the control thread.
-    fn run(mut self, control: TcpControl, sender: Sender<TcpCommand>) -> Result<TcpNamespace, AttachError> {
+    fn run(self, control: TcpControl) -> Result<TcpNamespace, AttachError> {
         let failed = |source| AttachError::System { disk: self.config.name.clone(), source };
         let thread = std::thread::Builder::new().name("nvme-tcp".into());
-        self.control = Mutex::new(Some(thread.spawn(move || control.run()).map_err(failed)?));
-        self.commands = Some(ControlSender::new(sender, &self.wake, &self.wake));
-        let info = &mut self.found.info;
-        (info.name, info.timeout_ns) = (self.config.name.clone(), self.config.io_max_ns);
+        let thread = thread.spawn(move || control.run()).map_err(failed)?;
+        *self.control.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
         Ok(self)
     }
 
@@ -253,6 +263,14 @@ impl TcpNamespace {
     /// # Errors
     /// All queues are open, or the depth is more than the controller allows.
     pub fn queue(&self, kind: QueueKind, depth: usize) -> Result<TcpNamespaceQueue, AttachError> {
+        self.begin_queue(kind, depth)?.wait(ANSWER_MAX)
+    }
+
+    /// The same without a wait for the control side.
+    ///
+    /// # Errors
+    /// The depth is more than the controller allows.
+    pub fn begin_queue(&self, kind: QueueKind, depth: usize) -> Result<TcpQueueOpening, AttachError> {
         let (disk, room) = (self.config.name.clone(), self.depth);
         if depth > room {
             let cure = "lower the depth, or raise ?queue_size=N if the controller has longer queues".into();
@@ -262,17 +280,32 @@ impl TcpNamespace {
         let Some(commands) = self.commands.clone().filter(|to| to.send(TcpCommand::Open(kind, answer))) else {
             return Err(AttachError::Ended { disk });
         };
-        self.wake.signal();
-        let opened = wait.recv_timeout(ANSWER_MAX).map_err(|error| match error {
-            RecvTimeoutError::Timeout => AttachError::Busy { disk, limit: ANSWER_MAX },
-            RecvTimeoutError::Disconnected => AttachError::Ended { disk },
-        })??;
-        Ok(TcpNamespaceQueue::new(opened, commands, self.config.host.connect_ns))
+        Ok(TcpQueueOpening { disk, wait, commands, connect_ns: self.config.host.connect_ns })
     }
 }
 
-fn no_thread() -> Mutex<Option<JoinHandle<()>>> {
-    Mutex::new(None)
+/// A queue that is being opened.
+#[derive(Debug)]
+pub struct TcpQueueOpening {
+    disk: String,
+    wait: Receiver<Result<OpenedTcpQueue, AttachError>>,
+    commands: ControlSender<TcpCommand>,
+    connect_ns: u64,
+}
+
+impl TcpQueueOpening {
+    /// Waits for the control side.
+    ///
+    /// # Errors
+    /// All queues are open, or there is no answer in this time.
+    pub fn wait(self, limit: Duration) -> Result<TcpNamespaceQueue, AttachError> {
+        let TcpQueueOpening { disk, wait, commands, connect_ns } = self;
+        let opened = wait.recv_timeout(limit).map_err(|error| match error {
+            RecvTimeoutError::Timeout => AttachError::Busy { disk, limit },
+            RecvTimeoutError::Disconnected => AttachError::Ended { disk },
+        })??;
+        Ok(TcpNamespaceQueue::new(opened, commands, connect_ns))
+    }
 }
 
 impl Drop for TcpNamespace {

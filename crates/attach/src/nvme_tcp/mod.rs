@@ -15,6 +15,7 @@
 
 mod admin;
 mod admin_stream;
+mod association;
 mod client;
 mod control;
 mod discover;
@@ -28,9 +29,11 @@ use std::sync::Arc;
 use blkyard_nvme::FabricsHostConfig;
 use blkyard_sys::TimeSource;
 
+pub use admin_stream::{AdminAttempt, AdminConnector, AdminSocket};
+pub use association::TcpAssociation;
 pub use client::{TcpAdminClient, TcpAdminResult};
 pub use discover::read_discovery_log;
-pub use disk::{AcceptNamespace, LateNamespace, TcpNamespace, TcpNamespaceView};
+pub use disk::{AcceptNamespace, LateNamespace, TcpNamespace, TcpNamespaceView, TcpQueueOpening};
 pub use peer::TcpPeer;
 pub use queue::TcpNamespaceQueue;
 

@@ -226,9 +226,6 @@ impl RemoteSession for BackendSession {
             format!("it offers features {:?} where {:?} were negotiated", new.features, old.features)
         } else if new.info.limits != old.info.limits {
             "it changed its limits".into()
-        } else if new.info.volatile_cache && !old.info.volatile_cache {
-            // A user of a disk without a cache sends no flushes.
-            "it has a volatile write cache now".into()
         } else {
             return Ok(());
         };

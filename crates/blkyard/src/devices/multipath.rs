@@ -16,8 +16,10 @@ use blkyard_nvme::NamespaceIds;
 use blkyard_os::Ring;
 use blkyard_sys::{Epoll, EventFlags, Registered};
 
-use super::{DeviceKind, KINDS, MakeConnector, kind_of, no_handover};
-use crate::device::{Backing, Device, DeviceError, DeviceHandover, DeviceOps, DevicePath, DeviceQueue, LatePath};
+use super::{DeviceKind, KINDS, MakeConnector, adopt_by_name, kind_of};
+use crate::device::{
+    Backing, Device, DeviceError, DeviceHandover, DeviceOps, DevicePath, DeviceQueue, LatePath, ReceivedDevice,
+};
 use crate::spec::{Spec, SpecError};
 
 pub(super) const KIND: DeviceKind =
@@ -58,11 +60,8 @@ fn open(mut spec: Spec, _: Option<MakeConnector<'_>>) -> Result<Device, DeviceEr
 }
 
 /// Opens the paths anew, as [`MultipathDevice::handover`] has found possible.
-fn adopt(spec: Spec, file: Option<OwnedFd>, _: bool) -> Result<Device, DeviceError> {
-    match file {
-        Some(_unwanted) => Err(no_handover(&spec)),
-        None => open(spec, None),
-    }
+fn adopt(spec: Spec, received: ReceivedDevice) -> Result<Device, DeviceError> {
+    adopt_by_name(spec, received, open)
 }
 
 /// Opens all paths at the same time: one that does not answer takes its whole timeout.
@@ -239,6 +238,7 @@ impl PathIdentity {
         info.rotational |= other.rotational;
         let timeouts = [info.timeout_ns, other.timeout_ns].into_iter().filter(|ns| *ns > 0);
         info.timeout_ns = timeouts.min().unwrap_or(0);
+        info.silence_ns = info.silence_ns.max(other.silence_ns);
         Ok(())
     }
 
@@ -381,9 +381,10 @@ impl DeviceOps for MultipathDevice {
     }
 
     fn handover(&self) -> Result<DeviceHandover<'_>, &'static str> {
-        let is_remote = |path: &Device| path.handover().is_ok_and(|handover| handover.remote.is_some());
+        // By its name and identity.
+        let is_remote = |path: &Device| path.handover().is_ok_and(|path| path.file.is_none() && path.ids.is_some());
         if self.paths.iter().all(is_remote) {
-            return Ok(DeviceHandover { remote: Some(self.ids), ..DeviceHandover::default() });
+            return Ok(DeviceHandover { ids: Some(self.ids), ..DeviceHandover::default() });
         }
         Err("one of its paths belongs to this daemon")
     }

@@ -1,13 +1,12 @@
 //! `null:SIZE`: a disk that completes requests without effect.
 
 use std::io;
-use std::os::fd::OwnedFd;
 
 use blkyard_mq::{BlockDevice, DeviceInfo, NullDevice, QueueKind};
 
 use super::memory::{RequestBounds, take_info, take_pace};
-use super::{DeviceKind, MakeConnector, no_handover};
-use crate::device::{Backing, Device, DeviceError, DeviceHandover, DeviceOps, DeviceQueue};
+use super::{DeviceKind, MakeConnector, adopt_by_name};
+use crate::device::{Backing, Device, DeviceError, DeviceHandover, DeviceOps, DeviceQueue, ReceivedDevice};
 use crate::spec::Spec;
 
 pub(super) const KIND: DeviceKind =
@@ -21,11 +20,8 @@ fn open(mut spec: Spec, _: Option<MakeConnector<'_>>) -> Result<Device, DeviceEr
     Ok(NullDevice::new(take_info(spec, BOUNDS)?, pace).into())
 }
 
-fn adopt(spec: Spec, file: Option<OwnedFd>, _: bool) -> Result<Device, DeviceError> {
-    match file {
-        Some(_unwanted) => Err(no_handover(&spec)),
-        None => open(spec, None),
-    }
+fn adopt(spec: Spec, received: ReceivedDevice) -> Result<Device, DeviceError> {
+    adopt_by_name(spec, received, open)
 }
 
 impl DeviceOps for NullDevice {

@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::io;
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,8 +12,8 @@ use blkyard_nvme::fabrics::Nqn;
 use blkyard_nvme::{FabricsHostConfig, NamespaceIds, QueueDemand};
 use blkyard_os::{SystemClock, cpu_places};
 
-use super::{DeviceKind, MakeConnector, no_handover};
-use crate::device::{Backing, Device, DeviceError, DeviceHandover, DeviceOps, DeviceQueue, LatePath};
+use super::{DeviceKind, MakeConnector, adopt_by_name};
+use crate::device::{Backing, Device, DeviceError, DeviceHandover, DeviceOps, DeviceQueue, LatePath, ReceivedDevice};
 use crate::spec::{Spec, SpecError};
 
 pub(super) const KIND: DeviceKind =
@@ -34,11 +33,8 @@ fn open(mut spec: Spec, _: Option<MakeConnector<'_>>) -> Result<Device, DeviceEr
 }
 
 /// Connects anew: the other process has its own association until it ends.
-fn adopt(spec: Spec, file: Option<OwnedFd>, _: bool) -> Result<Device, DeviceError> {
-    match file {
-        Some(_unwanted) => Err(no_handover(&spec)),
-        None => open(spec, None),
-    }
+fn adopt(spec: Spec, received: ReceivedDevice) -> Result<Device, DeviceError> {
+    adopt_by_name(spec, received, open)
 }
 
 /// Takes address and options from a name.
@@ -172,7 +168,7 @@ impl DeviceOps for TcpDevice {
     }
 
     fn handover(&self) -> Result<DeviceHandover<'_>, &'static str> {
-        Ok(DeviceHandover { remote: Some(self.ids()), ..DeviceHandover::default() })
+        Ok(DeviceHandover { ids: Some(self.ids()), ..DeviceHandover::default() })
     }
 
     fn ids(&self) -> NamespaceIds {

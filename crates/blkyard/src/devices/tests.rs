@@ -8,7 +8,7 @@ use blkyard_mq::{
 use blkyard_os::{Ring, RingConfig};
 
 use super::*;
-use crate::{Backing, DeviceHandover, DeviceOps, DeviceQueue};
+use crate::{Backing, DeviceHandover, DeviceOps, DeviceQueue, ReceivedDevice};
 
 #[test]
 fn memory_devices_by_name() {
@@ -74,14 +74,31 @@ fn kinds_that_end_with_the_daemon_say_why_they_are_not_handed_over() {
     for (name, file) in [("ram:1M", false), ("chaos:1M", false), ("model:latency?size=1M", false), ("null:1M", true)] {
         let spec = Spec::parse(name).unwrap();
         let file = file.then(|| std::fs::File::open("/dev/null").unwrap().into());
-        let error = Device::adopt(spec, file, false).unwrap_err().to_string();
+        let error = Device::adopt(spec, ReceivedDevice { file, ..ReceivedDevice::default() }).unwrap_err().to_string();
         assert!(error.starts_with(name) && error.contains("without --takeover"), "{error}");
     }
     let error = Device::open("ram:1M").unwrap().can_be_handed_over().unwrap_err().to_string();
     assert!(error.contains("ram:1M: its memory is lost when this daemon ends"), "{error}");
     let null = Device::open("null:1M").unwrap();
     assert!(null.can_be_handed_over().is_ok());
-    assert!(Device::adopt(Spec::parse("null:1M").unwrap(), None, false).is_ok());
+    assert!(Device::adopt(Spec::parse("null:1M").unwrap(), ReceivedDevice::default()).is_ok());
+}
+
+#[test]
+fn a_namespace_is_adopted_with_both_of_its_descriptors_only() {
+    let null = || Some(std::fs::File::open("/dev/null").unwrap().into());
+    let adopt = |name: &str, file, claim| {
+        let received = ReceivedDevice { file, claim, sync_failed: false };
+        Device::adopt(Spec::parse(name).unwrap(), received).unwrap_err().to_string()
+    };
+    for (name, file, claim) in
+        [("nvme:/dev/ng0n1", null(), None), ("nvme:/dev/ng0n1", None, null()), ("file:/dev/null", null(), null())]
+    {
+        let error = adopt(name, file, claim);
+        assert!(error.contains("cannot be handed over"), "{error}");
+    }
+    let error = adopt("nvme:/dev/ng0n1", null(), null());
+    assert!(error.contains("not a character device of an NVMe namespace"), "{error}");
 }
 
 /// A kind whose reads return the byte of its name. This is the complete code of a further kind; [`FILLED`] is its line

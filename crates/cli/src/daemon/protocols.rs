@@ -3,7 +3,6 @@
 //! A lane serves exports of all protocols. The protocol of a poller is looked up once a round, never for an I/O.
 //! Control handles forward each call to the handle of their protocol.
 
-use std::convert::Infallible;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
@@ -13,10 +12,10 @@ use blkyard::DeviceQueue;
 use blkyard_export::{
     Changed, DetachedQueue, DetachedVirtqueue, ExportHand, ExportState, ExportStatus, FrontEndSession, Handed,
     HwQueueSet, NvmeQueuePoller, NvmeQueueRemote, NvmeQueueSession, NvmeTcpQueuePoller, NvmeTcpQueueRemote,
-    NvmeTcpQueueSession, NvmeTcpServer, NvmeTcpSession, NvmeTcpView, PartError, QueueMover, QueueRemote, QueueSession,
-    QueueView, QueueWatch, Server, SessionState, SessionView, VfioSessionState, VfioSessionView, VfioUserServer,
-    VfioUserSession, VhostUserServer, VhostUserSession, VirtqueueMover, VirtqueuePoller, VirtqueueRemote,
-    VirtqueueSession, VirtqueueWatch,
+    NvmeTcpQueueSession, NvmeTcpServer, NvmeTcpSession, NvmeTcpState, NvmeTcpView, PartError, QueueMover, QueueRemote,
+    QueueSession, QueueView, QueueWatch, Server, SessionState, SessionView, VfioSessionState, VfioSessionView,
+    VfioUserServer, VfioUserSession, VhostUserServer, VhostUserSession, VirtqueueMover, VirtqueuePoller,
+    VirtqueueRemote, VirtqueueSession, VirtqueueWatch,
 };
 use blkyard_mq::{DeviceInfo, HwStats, Poller, PollerState, RateLimit, SchedulerConfig, Wake};
 use blkyard_virtio::SerialId;
@@ -60,7 +59,7 @@ pub type ClientRemotes = ByProtocol<Vec<VirtqueueRemote>, Vec<NvmeQueueRemote>, 
 /// A serving export.
 pub type ServedServer = ByProtocol<VhostUserServer, VfioUserServer, NvmeTcpServer>;
 /// State of a session that is handed over.
-pub type ClientSessionState = ByProtocol<SessionState, VfioSessionState, Infallible>;
+pub type ClientSessionState = ByProtocol<SessionState, VfioSessionState, NvmeTcpState>;
 /// State of an export that is handed over.
 pub type ClientState = ExportState<ClientSessionState>;
 /// Handle to inspect and change an export.
@@ -121,6 +120,10 @@ impl<Cx: ?Sized, V: Poller<Cx>, N: Poller<Cx>, T: Poller<Cx>> Poller<Cx> for ByP
 
     fn deadline_ns(&self) -> Option<u64> {
         either!(self, poller => poller.deadline_ns())
+    }
+
+    fn served(&self) -> u64 {
+        either!(self, poller => poller.served())
     }
 
     fn tick(&mut self, now_ns: u64) {

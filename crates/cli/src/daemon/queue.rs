@@ -46,12 +46,7 @@ impl QueueMaker {
     /// # Errors
     /// The device has no more queues, or the lane has no room: object, cause, cure.
     fn make<S: ServedQueue>(&self, queue: usize) -> Result<QueueRemote<S>, String> {
-        let remote = on_demand_queue(Box::new(ClientHost {
-            maker: self.clone(),
-            queue,
-            // Stream number for schedulers.
-            stream: self.lanes.new_stream(),
-        }));
+        let remote = on_demand_queue(Box::new(ClientHost { maker: self.clone(), queue }));
         self.lanes.move_by(self.export, queue, S::mover(remote.mover()));
         if self.devices.iter().any(|device| device.device.queues_max() < usize::MAX) {
             remote.open_for_good()?;
@@ -107,7 +102,6 @@ fn make_hw_queue(device: &ServedDevice, rate: &RateSlot, queues: usize) -> Resul
 struct ClientHost {
     maker: QueueMaker,
     queue: usize,
-    stream: u32,
 }
 
 impl<S: ServedQueue> QueueHost<S> for ClientHost {
@@ -116,8 +110,8 @@ impl<S: ServedQueue> QueueHost<S> for ClientHost {
         let depth = depth_of_all(devices);
         let share = QueueShare { bios: HwQueueConfig::default().bios_max, depth, devices: devices.len() };
         let lane = lanes.seen(*export).lanes.get(self.queue).copied().unwrap_or_default();
-        let (identity, stream) = (S::identity(*serial), self.stream);
-        let client = lanes.near(lane, move || DetachedQueue::new(identity, port, share, stream));
+        let identity = S::identity(*serial);
+        let client = lanes.near(lane, move || DetachedQueue::new(identity, port, share));
         let client = client.map_err(|error| format!("its kicks: {error}; raise the limit on open files"))?;
         lanes.open(*export, self.queue, S::detached(client))
     }

@@ -307,6 +307,7 @@ fn queue_now(view: &QueueView) -> QueueNow {
         None => "at rest",
         Some(ring) if ring.is_broken => "broken",
         Some(_) if view.is_suspending => "suspending",
+        Some(_) if view.held_ns.is_some() => "held",
         Some(_) => "running",
     };
     let hw = &view.hw;
@@ -318,7 +319,7 @@ fn queue_now(view: &QueueView) -> QueueNow {
         bios: hw.bios,
         bios_max: hw.bios_max,
         waiting: sum(|namespace| namespace.waiting),
-        held_ns: hw.namespaces.iter().filter_map(|namespace| namespace.held_ns).max(),
+        held_ns: hw.namespaces.iter().filter_map(|namespace| namespace.held_ns).chain(view.held_ns).max(),
         dispatch: hw.dispatch,
         in_flight: hw.in_flight,
         tags: TagsNode {
@@ -386,7 +387,7 @@ fn lane_nodes(lanes: &ServedLanes, exports: &[SeenPlaces]) -> Vec<LaneNode> {
             thread: thread.name().to_owned(),
             cpus,
             node,
-            spin_us: policy.spin_ns / 1000,
+            spin_us: policy.longest_ns() / 1000,
             strays: thread.ring().strays(),
             turn: LatencyNode::of_turns(&thread.turns().snapshot()),
             queues: exports.iter().enumerate().flat_map(of_export).collect(),

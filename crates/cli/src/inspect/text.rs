@@ -226,7 +226,8 @@ fn now_of(out: &mut String, node: &QueueNow) {
         }
     }
     if let Some(held_ns) = node.held_ns {
-        let _ = write!(text, ", held by a limit for another {}", show_time(held_ns));
+        let by = if node.state == "held" { "until a dead process is silent" } else { "by a limit" };
+        let _ = write!(text, ", held {by} for another {}", show_time(held_ns));
     }
     line(out, 2, &text);
     if let Some(scheduler) = &node.scheduler {
@@ -314,7 +315,7 @@ fn lane(out: &mut String, node: &LaneNode) {
     line(
         out,
         0,
-        &format!("lane {}: thread {}, on {cpus}{memory}, spins {} us", node.number, node.thread, node.spin_us),
+        &format!("lane {}: thread {}, on {cpus}{memory}, spins up to {} us", node.number, node.thread, node.spin_us),
     );
     let queues: Vec<_> = node.queues.iter().map(|(export, queue)| format!("{export}/{queue}")).collect();
     line(out, 1, &format!("queues (export/queue): {}", queues.join(" ")));

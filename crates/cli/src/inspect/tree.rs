@@ -257,7 +257,8 @@ pub struct QueueNode {
 /// State of a queue from its owner.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct QueueNow {
-    /// `at rest`, `running`, `suspending` or `broken`.
+    /// `at rest`, `running`, `suspending`, `broken`, or `held` while the device may execute requests of the process
+    /// before this one.
     pub state: String,
     /// Entries of the guest's ring.
     pub ring_size: u16,
@@ -269,7 +270,7 @@ pub struct QueueNow {
     pub bios_max: usize,
     /// Of these, how many wait to become requests.
     pub waiting: usize,
-    /// For how much longer a limit holds those, if one does.
+    /// For how much longer a limit holds those, or all that comes is held.
     #[serde(default)]
     pub held_ns: Option<u64>,
     /// Requests that wait for the driver.

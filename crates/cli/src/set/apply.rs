@@ -77,10 +77,21 @@ fn the_one<'a>(target: &Target, names: impl Iterator<Item = &'a str>) -> Result<
     }
 }
 
+/// `spin_us`: a bound in microseconds, or `auto`.
+fn take_idle_policy(keys: &mut Spec) -> Result<Option<IdlePolicy>, SpecError> {
+    let read = |text: &str| match text {
+        "auto" => Some(IdlePolicy::default()),
+        _ => {
+            text.parse::<u64>().ok().filter(|us| *us <= IdlePolicy::SPIN_US_MAX).map(|us| IdlePolicy::up_to(us * 1000))
+        }
+    };
+    keys.take_with("spin_us", &format!("auto, or a number from 0 to {}", IdlePolicy::SPIN_US_MAX), read)
+}
+
 fn set_daemon(daemon: &Daemon, mut keys: Spec) -> Result<Vec<String>, Problem> {
     let stats = keys.take_number("stats", 0, 86_400)?;
     let lanes = keys.take_number("lanes", 1, LANES_MAX)?;
-    let spin_us = keys.take_number("spin_us", 0, IdlePolicy::SPIN_US_MAX)?;
+    let policy = take_idle_policy(&mut keys)?;
     keys.finish()?;
     let mut done = Vec::new();
     // First, since it is the one that may fail.
@@ -89,11 +100,12 @@ fn set_daemon(daemon: &Daemon, mut keys: Spec) -> Result<Vec<String>, Problem> {
         let _alone: Vec<_> = daemon.devices.iter().map(|device| device.change()).collect();
         done.push(set_lanes(&daemon.lanes, lanes)?);
     }
-    if let Some(spin_us) = spin_us {
-        daemon.lanes.set_spin_us(spin_us).map_err(|error| Problem(format!("daemon: spin_us={spin_us}: {error}")))?;
-        done.push(match spin_us {
+    if let Some(policy) = policy {
+        daemon.lanes.set_idle_policy(policy).map_err(|error| Problem(format!("daemon: spin_us: {error}")))?;
+        done.push(match policy.spin_ns / 1000 {
+            _ if policy == IdlePolicy::default() => "daemon: lanes busy-poll for as long as it pays".into(),
             0 => "daemon: lanes sleep as soon as they find no work".into(),
-            _ => format!("daemon: lanes busy-poll for {spin_us} us before they sleep"),
+            us => format!("daemon: lanes busy-poll for {us} us before they sleep"),
         });
     }
     if let Some(seconds) = stats {

@@ -39,7 +39,7 @@ pub struct SetArgs {
     /// iops_max, bytes_per_s_max, burst_ms; over NVMe/TCP,
     /// ana_state=optimized|non-optimized|inaccessible|persistent-loss|change of all its ANA groups, or of ana_group=N.
     /// Of the daemon: stats=SECONDS (0 for none), lanes=N (threads that do the work; queues move to them one by one),
-    /// spin_us=N (how long each looks for work before it sleeps).
+    /// spin_us=N (how long each looks for work before it sleeps, at most; auto for as long as it pays).
     #[arg(value_name = "KEY=VALUE", required = true, value_parser = pair)]
     pub values: Vec<(String, String)>,
 }

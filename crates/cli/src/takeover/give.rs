@@ -9,15 +9,16 @@ use blkyard::DeviceHandover;
 use blkyard::scheduler::put_device_scheduler;
 use blkyard::tracker::put_tracker;
 use blkyard_export::{BoundSocket, Handed, QuiescedExport};
+use blkyard_mq::IdlePolicy;
 use serde_json::Value;
 
 use super::VERSION;
 use super::handover::{
-    DeviceExport, DevicePart, ExportPart, HandoverSettings, HandoverState, PassedFiles, RemotePart, SocketPart,
+    DeviceExport, DevicePart, ExportPart, HandoverSettings, HandoverState, IdentityPart, PassedFiles, SocketPart,
 };
 use super::wire::{receive, send};
 use crate::control::{ControlRequest, answer_line, parse_request};
-use crate::daemon::{ClientSessionState, Daemon, Protocol, ServedExport};
+use crate::daemon::{ClientSessionState, Daemon, ServedExport};
 
 /// Time limit for exports to respond. No export is quiesced meanwhile.
 const HEAR_TIME: Duration = Duration::from_secs(5);
@@ -62,12 +63,9 @@ fn try_give(daemon: &Daemon, control: &BoundSocket, client: &UnixStream) -> Resu
     for served in &daemon.devices {
         served.device.can_be_handed_over().map_err(|error| error.to_string())?;
     }
-    let is_target = |export: &&ServedExport| matches!(export.front_end.protocol(), Protocol::NvmeTcp(()));
-    if let Some(export) = daemon.exports.iter().find(is_target) {
-        return Err(format!("{export}: connections over TCP cannot be handed over; stop this daemon"));
-    }
     all_hear(daemon)?;
-    let (lanes, spin_us) = (daemon.lanes.count() as u64, daemon.lanes.spin_us());
+    let (lanes, policy) = (daemon.lanes.count() as u64, daemon.lanes.idle_policy());
+    let spin_us = (policy != IdlePolicy::default()).then_some(policy.spin_ns / 1000);
     let begin = Instant::now();
     let asked: Vec<_> = daemon.exports.iter().map(|export| export.front_end.hand_over()).collect();
     let mut handed = Vec::new();
@@ -81,8 +79,7 @@ fn try_give(daemon: &Daemon, control: &BoundSocket, client: &UnixStream) -> Resu
     let rested = begin.elapsed();
     let mut files = PassedFiles::new();
     let cpus = (!daemon.cpus.is_empty()).then(|| daemon.cpus.clone());
-    let habits =
-        HandoverSettings { spin_us: Some(spin_us), stats: daemon.stats_every(), cpus, drain_s: Some(daemon.drain_s) };
+    let habits = HandoverSettings { spin_us, stats: daemon.stats_every(), cpus, drain_s: Some(daemon.drain_s) };
     let (socket, devices, rests) = pack(daemon, control, handed, &mut files)?;
     let handover = HandoverState { lanes, habits, control: socket, devices };
     let handover = serde_json::to_value(handover).map_err(|error| error.to_string())?;
@@ -134,9 +131,9 @@ fn pack(
     let (mut handed, mut rests) = (handed.into_iter(), Vec::new());
     let (mut devices, mut of_daemon) = (Vec::new(), daemon.exports.iter().peekable());
     for (number, (served, plan)) in daemon.devices.iter().zip(&daemon.plans).enumerate() {
-        let DeviceHandover { file, sync_failed, remote } = served.device.handover()?;
+        let DeviceHandover { file, claim, sync_failed, ids } = served.device.handover()?;
         let info = served.info();
-        if let Some(file) = file {
+        for file in [file, claim].into_iter().flatten() {
             files.push_back(file.try_clone_to_owned().map_err(text)?);
         }
         let mut exports = Vec::new();
@@ -161,10 +158,11 @@ fn pack(
         devices.push(DevicePart {
             spec,
             has_file: file.is_some(),
+            has_claim: claim.is_some(),
             sync_failed,
             capacity_sectors: info.capacity_sectors,
             sectors_max: info.limits.sectors_max,
-            remote: remote.map(|ids| RemotePart::of(&ids, served.device.info())),
+            identity: ids.map(|ids| IdentityPart::of(&ids, served.device.info())),
             exports,
         });
     }

@@ -3,14 +3,16 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
 use blkyard::spec::Spec;
 use blkyard_export::{
-    ExportState, MESSAGE_BYTES_MAX, MESSAGE_FILES_MAX, Message, QUEUES_MAX, SessionState, VFIO_STATE_VERSION,
-    VfioSessionState,
+    ExportState, MESSAGE_BYTES_MAX, MESSAGE_FILES_MAX, Message, NVME_TCP_STATE_VERSION, NvmeTcpState, QUEUES_MAX,
+    SessionState, VFIO_STATE_VERSION, VfioSessionState,
 };
 use blkyard_mq::DeviceInfo;
 use blkyard_nvme::NamespaceIds;
+use blkyard_os::now_ns;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -45,24 +47,27 @@ pub(super) struct SocketPart {
     pub(super) identity: (u64, u64),
 }
 
-/// A device and its exports. Its descriptors: its file if it has one, then those of each export.
+/// A device and its exports. Its descriptors: its file and what claims it, if it has these, then those of each export.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct DevicePart {
     pub(super) spec: Spec,
     pub(super) has_file: bool,
+    /// A program that does not know claims refuses the state because of surplus descriptors.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(super) has_claim: bool,
     pub(super) sync_failed: bool,
     /// As it is served now.
     pub(super) capacity_sectors: u64,
     pub(super) sectors_max: u32,
-    /// A disk of another machine, to be opened again.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(super) remote: Option<RemotePart>,
+    /// Of a namespace of an NVMe controller.
+    #[serde(default, rename = "remote", skip_serializing_if = "Option::is_none")]
+    pub(super) identity: Option<IdentityPart>,
     pub(super) exports: Vec<DeviceExport>,
 }
 
-/// A disk of another machine as it was served: what the next daemon has to find there.
+/// A namespace of an NVMe controller as it was served: what the next daemon has to find there.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct RemotePart {
+pub(super) struct IdentityPart {
     eui64: [u8; 8],
     nguid: [u8; 16],
     uuid: [u8; 16],
@@ -73,9 +78,9 @@ pub(super) struct RemotePart {
     fua: bool,
 }
 
-impl RemotePart {
-    pub(super) fn of(ids: &NamespaceIds, info: &DeviceInfo) -> RemotePart {
-        RemotePart {
+impl IdentityPart {
+    pub(super) fn of(ids: &NamespaceIds, info: &DeviceInfo) -> IdentityPart {
+        IdentityPart {
             eui64: ids.eui64,
             nguid: ids.nguid,
             uuid: ids.uuid,
@@ -87,14 +92,14 @@ impl RemotePart {
     }
 
     /// Whether that disk was found again. The error is a cause.
-    pub(super) fn check(&self, found: &RemotePart) -> Result<(), &'static str> {
-        let ids = |part: &RemotePart| (part.eui64, part.nguid, part.uuid);
+    pub(super) fn check(&self, found: &IdentityPart) -> Result<(), &'static str> {
+        let ids = |part: &IdentityPart| (part.eui64, part.nguid, part.uuid);
         if ids(self) != ids(found) {
             return Err("it is another disk: its NGUID, UUID or EUI-64 differ from those that the other daemon found");
         }
         // Limits that only one of the two programs knows are not compared.
         let is_equal = |(name, value)| found.limits.get(name).is_none_or(|other| other == value);
-        let flags = |part: &RemotePart| (part.read_only, part.volatile_cache, part.fua);
+        let flags = |part: &IdentityPart| (part.read_only, part.volatile_cache, part.fua);
         if !self.limits.iter().all(is_equal) || flags(self) != flags(found) {
             return Err("its limits, write protection or cache differ from those that guests were told");
         }
@@ -125,6 +130,19 @@ pub(super) struct ExportPart {
     /// A vfio-user session, which an older daemon does not send.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     nvme: Option<NvmePart>,
+    /// All of an NVMe/TCP export, which an older daemon does not send.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    target: Option<TargetPart>,
+}
+
+/// An NVMe/TCP export. Its record has a version of its own.
+#[derive(Debug, Serialize, Deserialize)]
+struct TargetPart {
+    version: u32,
+    files: usize,
+    record: Value,
+    /// Start of its clock by the monotonic clock of the system, ns.
+    began_ns: u64,
 }
 
 /// A vfio-user session. Its record has a version of its own.
@@ -160,30 +178,39 @@ pub(super) fn next(files: &mut PassedFiles) -> Result<OwnedFd, String> {
     files.pop_front().ok_or_else(|| "descriptors are missing".into())
 }
 
+/// So many of the next descriptors.
+fn next_all(files: &mut PassedFiles, count: usize) -> Result<Vec<OwnedFd>, String> {
+    // No more than there are.
+    let all = (0..count).map_while(|_| files.pop_front()).collect::<Vec<_>>();
+    if all.len() < count { Err("descriptors are missing".into()) } else { Ok(all) }
+}
+
 impl ExportPart {
     pub(super) fn pack(spec: Spec, state: ClientState, files: &mut PassedFiles) -> Result<ExportPart, String> {
         let ExportState { listener, path, identity, made, offered, depth, wce, session } = state;
         files.push_back(listener);
-        let (session, nvme) = match session {
-            None => (None, None),
-            Some(ByProtocol::VhostUser(session)) => (Some(SessionPart::pack(session, files)), None),
-            Some(ByProtocol::VfioUser(session)) => (None, Some(NvmePart::pack(session, files)?)),
-            Some(ByProtocol::NvmeTcp(never)) => match never {},
+        let (session, nvme, target) = match session {
+            None => (None, None, None),
+            Some(ByProtocol::VhostUser(session)) => (Some(SessionPart::pack(session, files)), None, None),
+            Some(ByProtocol::VfioUser(session)) => (None, Some(NvmePart::pack(session, files)?), None),
+            Some(ByProtocol::NvmeTcp(state)) => (None, None, Some(TargetPart::pack(state, files)?)),
         };
-        Ok(ExportPart { spec, socket: SocketPart { path, identity }, made, offered, depth, wce, session, nvme })
+        Ok(ExportPart { spec, socket: SocketPart { path, identity }, made, offered, depth, wce, session, nvme, target })
     }
 
     pub(super) fn unpack(self, files: &mut PassedFiles) -> Result<(Spec, ClientState), String> {
-        let ExportPart { spec, socket: SocketPart { path, identity }, made, offered, depth, wce, session, nvme } = self;
+        let ExportPart { spec, socket, made, offered, depth, wce, session, nvme, target } = self;
+        let SocketPart { path, identity } = socket;
         if !(1..=QUEUES_MAX).contains(&made) {
             return Err(format!("an export has {made} queues"));
         }
         let listener = next(files)?;
-        let session: Option<ClientSessionState> = match (session, nvme) {
-            (None, None) => None,
-            (Some(session), None) => Some(ByProtocol::VhostUser(session.unpack(files)?)),
-            (None, Some(nvme)) => Some(ByProtocol::VfioUser(nvme.unpack(files)?)),
-            (Some(_), Some(_)) => return Err("an export has sessions of two protocols".into()),
+        let session: Option<ClientSessionState> = match (session, nvme, target) {
+            (None, None, None) => None,
+            (Some(session), None, None) => Some(ByProtocol::VhostUser(session.unpack(files)?)),
+            (None, Some(nvme), None) => Some(ByProtocol::VfioUser(nvme.unpack(files)?)),
+            (None, None, Some(target)) => Some(ByProtocol::NvmeTcp(target.unpack(files)?)),
+            _ => return Err("an export has sessions of two protocols".into()),
         };
         Ok((spec, ExportState { listener, path, identity, made, offered, depth, wce, session }))
     }
@@ -227,12 +254,30 @@ impl NvmePart {
         }
         let record = serde_json::from_value(record).map_err(|error| format!("a vfio-user session: {error}"))?;
         let connection = next(files)?;
-        // No more than there are.
-        let files = (0..count).map_while(|_| files.pop_front()).collect::<Vec<_>>();
-        if files.len() < count {
-            return Err("descriptors are missing".into());
-        }
+        let files = next_all(files, count)?;
         Ok(VfioSessionState { connection, record, files })
+    }
+}
+
+impl TargetPart {
+    fn pack(state: NvmeTcpState, files: &mut PassedFiles) -> Result<TargetPart, String> {
+        let NvmeTcpState { began, record, files: of_export } = state;
+        let record = serde_json::to_value(record).map_err(|error| error.to_string())?;
+        let began_ns = now_ns().saturating_sub(began.elapsed().as_nanos() as u64);
+        let part = TargetPart { version: NVME_TCP_STATE_VERSION, files: of_export.len(), record, began_ns };
+        files.extend(of_export);
+        Ok(part)
+    }
+
+    fn unpack(self, files: &mut PassedFiles) -> Result<NvmeTcpState, String> {
+        let TargetPart { version, files: count, record, began_ns } = self;
+        if version != NVME_TCP_STATE_VERSION {
+            return Err(format!("an NVMe/TCP export has version {version}, and {NVME_TCP_STATE_VERSION} is supported"));
+        }
+        let record = serde_json::from_value(record).map_err(|error| format!("an NVMe/TCP export: {error}"))?;
+        let age = Duration::from_nanos(now_ns().saturating_sub(began_ns));
+        let began = Instant::now().checked_sub(age).ok_or("the clock of an NVMe/TCP export is invalid")?;
+        Ok(NvmeTcpState { began, record, files: next_all(files, count)? })
     }
 }
 

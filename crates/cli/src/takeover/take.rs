@@ -1,18 +1,17 @@
 //! The daemon that takes over.
 
 use std::collections::VecDeque;
-use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use blkyard::Device;
 use blkyard::spec::SpecError;
+use blkyard::{Device, ReceivedDevice};
 use blkyard_export::BoundSocket;
 use blkyard_mq::DeviceInfo;
 
 use super::VERSION;
-use super::handover::{DeviceExport, HandoverSettings, HandoverState, PassedFiles, RemotePart, SocketPart, next};
+use super::handover::{DeviceExport, HandoverSettings, HandoverState, IdentityPart, PassedFiles, SocketPart, next};
 use super::wire::{receive, send};
 use crate::control::{ControlRequest, connect, parse_answer, request_line};
 use crate::daemon::{ClientState, DiskPlan};
@@ -26,27 +25,25 @@ const HANDOVER_BYTES_MAX: usize = 64 << 20;
 /// A device's inherited resources.
 #[derive(Debug)]
 pub struct InheritedDevice {
-    /// File with its I/O and its lock.
-    pub file: Option<OwnedFd>,
-    /// A sync has failed.
-    pub sync_failed: bool,
+    /// Its files.
+    pub received: ReceivedDevice,
     capacity_sectors: u64,
     sectors_max: u32,
-    remote: Option<RemotePart>,
+    identity: Option<IdentityPart>,
 }
 
 impl InheritedDevice {
-    /// Checks that a disk of another machine is the one that was served.
+    /// Checks that a namespace is the one that was served.
     ///
     /// # Errors
     /// It is another one, or guests would see a difference.
     pub fn check(&self, opened: &Device) -> Result<(), SpecError> {
-        let Some(remote) = &self.remote else { return Ok(()) };
+        let Some(identity) = &self.identity else { return Ok(()) };
         let info = opened.info();
-        let checked = remote.check(&RemotePart::of(&opened.ids(), info));
+        let checked = identity.check(&IdentityPart::of(&opened.ids(), info));
         let is_smaller = info.capacity_sectors < self.capacity_sectors;
         let checked = checked.and(if is_smaller { Err("it has become smaller") } else { Ok(()) });
-        checked.map_err(|cause| SpecError::new(&info.name, cause, "the other daemon continues; see its target"))
+        checked.map_err(|cause| SpecError::new(&info.name, cause, "the other daemon continues; see the disk"))
     }
 
     /// The device as it was served.
@@ -133,11 +130,14 @@ fn unpack(
     let (mut disks, mut devices, mut exports) = (Vec::new(), VecDeque::new(), VecDeque::new());
     for part in parts {
         devices.push_back(InheritedDevice {
-            file: part.has_file.then(|| next(files)).transpose()?,
-            sync_failed: part.sync_failed,
+            received: ReceivedDevice {
+                file: part.has_file.then(|| next(files)).transpose()?,
+                claim: part.has_claim.then(|| next(files)).transpose()?,
+                sync_failed: part.sync_failed,
+            },
             capacity_sectors: part.capacity_sectors,
             sectors_max: part.sectors_max,
-            remote: part.remote,
+            identity: part.identity,
         });
         let mut specs = Vec::new();
         for export in part.exports {

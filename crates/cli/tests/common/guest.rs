@@ -10,6 +10,8 @@ use blkyard_mem::{Region, RegionTable, Segment};
 use blkyard_mq::{Bio, HwQueue, HwQueueConfig, Op, QueueKind, SignalEventfd, SignalSlot};
 use blkyard_os::{SystemClock, now_ns};
 
+use crate::common::IDLE_PAUSE;
+
 /// Longer than any test on a busy machine.
 const PATIENCE: Duration = Duration::from_mins(1);
 const BLOCK_BYTES: usize = 4096;
@@ -59,7 +61,7 @@ impl Guest {
             assert!(begin.elapsed() < PATIENCE, "{op:?} of block {block} is not answered");
             queue.issue(&mut Kicks, now_ns());
             queue.reap(&mut Kicks, now_ns(), &mut |bio| ended = Some(bio.status));
-            std::thread::yield_now();
+            std::thread::sleep(IDLE_PAUSE);
         }
         assert!(ended.unwrap().is_ok(), "{op:?} of block {block}: {ended:?}");
     }

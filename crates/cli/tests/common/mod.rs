@@ -6,6 +6,7 @@
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
@@ -14,6 +15,10 @@ use serde_json::Value;
 
 /// Longer than any step of a test takes on a busy machine; a process that takes longer hangs.
 pub const PATIENCE: Duration = Duration::from_mins(2);
+
+/// Pause of a client between two looks for completions. One that never sleeps takes the CPU from the daemon, and from
+/// the kernel's worker that completes direct writes, which then waits for it for seconds on a busy machine.
+pub const IDLE_PAUSE: Duration = Duration::from_micros(50);
 
 /// Time for which a killed process is waited for: one that hangs in a close cannot end.
 const REAP_TIME: Duration = Duration::from_secs(5);
@@ -39,7 +44,12 @@ pub fn succeed(folder: &Path, arguments: &[&str]) -> String {
 
 /// The tree of the daemon with the control socket `c`.
 pub fn inspect(folder: &Path, arguments: &[&str]) -> Value {
-    let all = [&["inspect", "--control", "c", "--json"], arguments].concat();
+    inspect_at(folder, "c", arguments)
+}
+
+/// The same of the daemon with this control socket.
+pub fn inspect_at(folder: &Path, control: &str, arguments: &[&str]) -> Value {
+    let all = [&["inspect", "--control", control, "--json"], arguments].concat();
     serde_json::from_str(&succeed(folder, &all)).unwrap()
 }
 
@@ -49,6 +59,15 @@ pub fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
     while !holds() {
         assert!(begin.elapsed() < PATIENCE, "timed out: {what}");
         std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// Sets a flag when it is dropped, also by a failed test: a scope would wait for threads that work until then.
+pub struct Stop<'a>(pub &'a AtomicBool);
+
+impl Drop for Stop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Relaxed);
     }
 }
 

@@ -1,6 +1,7 @@
 //! Cross-controller reset between two ports of a daemon: what a host may have reset, when that is complete, and what a
 //! disk over both ports gains by it when one hangs without closing its connections.
 
+use std::fs::File;
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::path::Path;
@@ -22,8 +23,8 @@ use rustix::process::Signal;
 use crate::common::{Daemon, Process, inspect, program, wait_until};
 use crate::tcp_host::{Answer, TcpHost};
 
-const NQN: &str = "nqn.2026-11.test:reset";
-const HOST: &str = "nqn.2026-11.test:host";
+pub(crate) const NQN: &str = "nqn.2026-11.test:reset";
+pub(crate) const HOST: &str = "nqn.2026-11.test:host";
 /// Time that I/O may take on a path, s; and what a move to another path may add to that.
 const TIMEOUT_S: u64 = 1;
 const MOVE: Duration = Duration::from_millis(50);
@@ -31,10 +32,11 @@ const MOVE: Duration = Duration::from_millis(50);
 const LOADED: Duration = Duration::from_millis(1500);
 
 /// A daemon with two ports for this device, and their addresses.
-fn two_ports(folder: &Path, device: &str) -> (Daemon, [SocketAddr; 2]) {
+pub(crate) fn two_ports(folder: &Path, device: &str) -> (Daemon, [SocketAddr; 2]) {
     let export = format!("nvme-tcp://127.0.0.1:0?nqn={NQN}");
-    let daemon =
-        Daemon::start(folder, &["--control", "c", "--device", device, "--export", &export, "--export", &export]);
+    let words = ["--control", "c", "--device", device, "--export", &export, "--export", &export];
+    let log = File::create(folder.join("log")).unwrap();
+    let daemon = Daemon::launch(program(folder, &["serve"]).args(words).stderr(log));
     let address = |port: usize| {
         let tree = inspect(folder, &[]);
         tree["exports"][port]["session"]["target"]["address"].as_str().map(|address| address.parse().unwrap())
@@ -120,7 +122,7 @@ fn a_host_has_nothing_else_reset() {
 }
 
 /// A daemon whose disk is another one's, which hangs with a write of the first of two hosts.
-fn with_held_write(folder: &Path, options: &str) -> (Daemon, Daemon, [TcpHost; 2], SocketAddr) {
+pub(crate) fn with_held_write(folder: &Path, options: &str) -> (Daemon, Daemon, [TcpHost; 2], SocketAddr) {
     let disk = ["--control", "d", "--device", "ram:16M", "--export", "vhost-user-blk:b?queues=4"];
     let disk = Daemon::start(folder, &disk);
     let (daemon, addresses) = two_ports(folder, &format!("vhost-user:b?share=on{options}"));

@@ -18,6 +18,7 @@ mod fuse;
 mod guest;
 mod hung_device;
 mod idle_exports;
+mod killed_daemon;
 #[path = "../../../attach/tests/common/lossy.rs"]
 mod lossy;
 mod many_exports;
@@ -32,9 +33,12 @@ mod nvme_ports;
 mod nvme_restarts;
 mod nvme_takeover;
 mod nvme_tcp;
+mod nvme_tcp_takeover;
 mod nvme_waits;
 mod output;
 mod serve;
+mod silence;
+mod streams;
 mod takeover;
 #[path = "../common/tcp_host.rs"]
 mod tcp_host;

@@ -12,7 +12,7 @@ use blkyard_wire::vfio_user::{VERSION, VfioCapabilities, VfioRequest, VfioVersio
 use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::common::{Daemon, Process, inspect, program, run, succeed, wait_until};
+use crate::common::{Daemon, Process, Stop, inspect, program, run, succeed, wait_until};
 use crate::guest::Guest;
 use crate::nvme_guest::{NvmeGuest, NvmeLoad};
 
@@ -267,6 +267,7 @@ fn client_that_sends_garbage_costs_no_other_an_io() {
     let load = NvmeLoad::start(folder.join("m"), 2);
     let is_over = AtomicBool::new(false);
     std::thread::scope(|scope| {
+        let _stop = Stop(&is_over);
         scope.spawn(|| {
             let mut virtio = Guest::connect(&folder.join("v"), 2);
             for seed in 0.. {
@@ -304,7 +305,6 @@ fn client_that_sends_garbage_costs_no_other_an_io() {
             }
         }
         load.wait_for_rounds(3);
-        is_over.store(true, Relaxed);
     });
     drop(load.stop());
     NvmeGuest::connect(&folder.join("n"), 2, true).check(9);

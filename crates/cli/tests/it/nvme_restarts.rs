@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use rustix::process::Signal;
 
-use crate::common::{Daemon, inspect, succeed, wait_until};
+use crate::common::{Daemon, Stop, inspect, succeed, wait_until};
 
 /// Reads and writes that have ended at the client's device.
 fn ios(folder: &Path) -> u64 {
@@ -28,6 +28,7 @@ fn eight_restarts_of_a_controller_in_a_row_fail_no_io() {
     let daemon = Daemon::start(folder, &client);
     let is_over = AtomicBool::new(false);
     thread::scope(|scope| {
+        let stop = Stop(&is_over);
         let load = scope.spawn(|| {
             let words = "bench vhost-user:s --rw randwrite --bs 4k --iodepth 32 --numjobs 2 --verify crc32c";
             let words: Vec<_> = words.split(' ').collect();
@@ -47,7 +48,7 @@ fn eight_restarts_of_a_controller_in_a_row_fail_no_io() {
             seen = ios(folder);
         }
         wait_until("I/O goes on", || load.is_finished() || ios(folder) > seen);
-        is_over.store(true, Relaxed);
+        drop(stop);
         load.join().unwrap();
     });
     assert!(inspect(folder, &[])["devices"][0]["counters"]["sessions"].as_u64().unwrap() > 8);

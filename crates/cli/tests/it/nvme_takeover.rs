@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use blkyard_wire::vfio_user::{VERSION, VfioCapabilities, VfioRequest, VfioVersion};
 
-use crate::common::{Daemon, PATIENCE, inspect, succeed, wait_until};
+use crate::common::{Daemon, PATIENCE, Stop, inspect, succeed, wait_until};
 use crate::guest::Guest;
 use crate::nvme_guest::{NvmeGuest, NvmeLoad};
 
@@ -21,13 +21,23 @@ fn serve_image(folder: &Path, exports: &[&str]) -> Daemon {
 }
 
 /// Replaces a daemon, which must end with success. Returns the length of the pause, ms, as the new daemon reports it.
-fn replace(folder: &Path, old: &mut Daemon) -> f64 {
+pub fn replace(folder: &Path, old: &mut Daemon) -> f64 {
     let new = Daemon::start(folder, &["--takeover", "c"]);
     let line = new.greeting.iter().find_map(|line| line.strip_prefix("took over: guests were paused for "));
     let pause = line.expect("the new daemon reports the pause").split(' ').next().unwrap().parse().unwrap();
     let status = std::mem::replace(old, new).process.ended();
     assert!(status.success(), "the old daemon ends with {status}");
     pause
+}
+
+/// Asks for a takeover, and leaves once everything has come, in which `words` must be.
+pub fn take_and_leave(folder: &Path, words: &str) {
+    let mut stream = UnixStream::connect(folder.join("c")).unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.write_all(b"{\"blkyard\":1,\"do\":\"takeover\",\"version\":2}\n").unwrap();
+    let mut handover = String::new();
+    BufReader::new(&stream).read_line(&mut handover).unwrap();
+    assert!(handover.contains(words), "{words} is not handed over: {handover}");
 }
 
 fn session(folder: &Path) -> serde_json::Value {
@@ -159,6 +169,7 @@ fn takeovers_succeed_while_nvme_clients_come_and_go() {
     let mut daemon = serve_image(folder, &["vfio-user:n?queues=2", "vhost-user-blk:v?queues=2"]);
     let (is_over, clients, checks) = (AtomicBool::new(false), AtomicU64::new(0), AtomicU64::new(0));
     std::thread::scope(|scope| {
+        let _stop = Stop(&is_over);
         scope.spawn(|| {
             while !is_over.load(Relaxed) {
                 let mut guest = NvmeGuest::connect(&folder.join("n"), 2, true);
@@ -179,9 +190,9 @@ fn takeovers_succeed_while_nvme_clients_come_and_go() {
         for _ in 0..8 {
             replace(folder, &mut daemon);
             wait(&checks, 1);
+            // Those of one takeover: the next one looks at each doorbell again, and would hide a lost one.
+            wait(&clients, 2);
         }
-        wait(&clients, 2);
-        is_over.store(true, Relaxed);
     });
     daemon.stop();
 }
@@ -225,13 +236,7 @@ fn nvme_clients_continue_after_a_failed_takeover() {
     let mut daemon = serve_image(folder, &["vfio-user:n?queues=2"]);
     let load = NvmeLoad::start(folder.join("n"), 2);
     for _ in 0..4 {
-        let mut stream = UnixStream::connect(folder.join("c")).unwrap();
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
-        stream.write_all(b"{\"blkyard\":1,\"do\":\"takeover\",\"version\":2}\n").unwrap();
-        let mut handover = String::new();
-        BufReader::new(&stream).read_line(&mut handover).unwrap();
-        assert!(handover.contains("\"nvme\":{\"files\":"), "no session is handed over");
-        drop(stream);
+        take_and_leave(folder, "\"nvme\":{\"files\":");
         load.wait_for_rounds(3);
     }
     assert!(daemon.is_running(), "the old daemon has ended");

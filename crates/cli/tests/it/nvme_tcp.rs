@@ -4,6 +4,7 @@ use std::io::Write;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::path::Path;
 use std::sync::atomic::{AtomicU8, Ordering::Relaxed};
+use std::time::Duration;
 
 use blkyard_nvme::fabrics::{ANY_CONTROLLER, DISCOVERY_NQN, fabrics_status};
 use blkyard_nvme::registers::{CSTS, ControllerConfig};
@@ -11,8 +12,10 @@ use blkyard_nvme::{
     DISCOVERY_LOG, DiscoveryEntry, DiscoveryKind, IdentifyController, NvmeStatus, Sqe, admin, cns, feature, io,
 };
 use blkyard_wire::nvme_tcp::{FatalStatus, Framing, H2cData, Pdu};
+use rustix::net::sockopt::set_socket_linger;
+use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, prlimit};
 
-use crate::common::{Daemon, inspect, run, succeed, wait_until};
+use crate::common::{Daemon, inspect, program, run, succeed, wait_until};
 use crate::tcp_host::{TcpHost, TcpQueue, enabled};
 
 const NQN: &str = "nqn.2026-11.test:disk";
@@ -20,7 +23,7 @@ const HOST: &str = "nqn.2026-11.test:host";
 
 /// An address with a free port. Its loopback address belongs to this call alone: of 127.0.0.1 any other program could
 /// get the port before the daemon listens to it, or while it is restarted.
-fn free_address() -> SocketAddr {
+pub fn free_address() -> SocketAddr {
     static CALLS: AtomicU8 = AtomicU8::new(0);
     let [low, high, ..] = std::process::id().to_le_bytes();
     let address = Ipv4Addr::new(127, 1 + CALLS.fetch_add(1, Relaxed) % 200, high, low);
@@ -43,7 +46,7 @@ fn serve(folder: &Path, devices: &[&str], options: &str, words: &[&str]) -> (Dae
     (Daemon::start(folder, &arguments), address)
 }
 
-fn pattern(bytes: usize, seed: u8) -> Vec<u8> {
+pub fn pattern(bytes: usize, seed: u8) -> Vec<u8> {
     (0..bytes).map(|at| (at / 512) as u8 ^ seed ^ at as u8).collect()
 }
 
@@ -259,6 +262,28 @@ fn idle_connections_keep_no_host_out() {
 }
 
 #[test]
+fn a_peer_that_leaves_before_it_is_accepted_is_no_shortage() {
+    let folder = tempfile::tempdir().unwrap();
+    let (folder, address) = (folder.path(), free_address());
+    let log = folder.join("log");
+    let export = format!("nvme-tcp://{address}?nqn={NQN}");
+    let mut command = program(folder, &["serve", "--control", "c", "--device", "null:1G", "--export", &export]);
+    let daemon = Daemon::launch(command.stderr(std::fs::File::create(&log).unwrap()));
+    daemon.hang();
+    for _ in 0..20 {
+        let stream = TcpStream::connect(address).unwrap();
+        // Closed by a reset.
+        set_socket_linger(&stream, Some(Duration::ZERO)).unwrap();
+    }
+    daemon.signal(Signal::CONT);
+    let mut host = TcpHost::connect(address, NQN, HOST, None, 1);
+    host.io[0].read(1, 0, 4096);
+    daemon.stop();
+    let log = std::fs::read_to_string(log).unwrap();
+    assert!(log.contains(HOST) && !log.contains("could not be accepted"), "{log}");
+}
+
+#[test]
 fn connect_to_the_same_controller_ends_the_old_association() {
     let folder = tempfile::tempdir().unwrap();
     let (daemon, address) = serve(folder.path(), &["ram:64M"], "", &[]);
@@ -335,9 +360,74 @@ fn growth_is_announced_to_the_host() {
     for queue in &mut host.io {
         assert_eq!(queue.read(1, 2048, 4096), [0; 4096]);
     }
-    // A takeover is refused, and changes nothing.
-    let refused = run(folder, &["serve", "--takeover", "c"]);
-    assert!(!refused.status.success() && String::from_utf8_lossy(&refused.stderr).contains("over TCP"));
-    assert_eq!(host.io[0].read(1, 2048, 4096), [0; 4096]);
     daemon.stop();
+}
+
+#[test]
+fn without_descriptors_connections_wait_and_others_go_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let (folder, address) = (folder.path(), free_address());
+    let log = folder.join("log");
+    let export = format!("nvme-tcp://{address}?nqn={NQN}");
+    let mut command = program(folder, &["serve", "--control", "c", "--device", "ram:16M", "--export", &export]);
+    let daemon = Daemon::launch(command.stderr(std::fs::File::create(&log).unwrap()));
+    let mut host = TcpHost::connect(address, NQN, HOST, None, 2);
+    // It may open nothing more; what is open stays.
+    let pid = Pid::from_child(&daemon.process.0);
+    let limit = |limit: Rlimit| prlimit(Some(pid), Resource::Nofile, limit).unwrap();
+    let before = limit(Rlimit { current: Some(3), ..getrlimit(Resource::Nofile) });
+    let waiting: Vec<_> = (0..100).map(|_| TcpStream::connect(address).unwrap()).collect();
+    let warnings = || std::fs::read_to_string(&log).unwrap().matches("could not be accepted").count();
+    wait_until("the shortage is logged", || warnings() > 0);
+    for round in 0..200 {
+        let data = pattern(4096, round);
+        host.io[0].write(1, u64::from(round) * 8, &data);
+        assert_eq!(host.io[1].read(1, u64::from(round) * 8, 4096), data);
+        host.admin.succeed(Sqe::identify(cns::CONTROLLER, 0, 0, 0), &[], 4096);
+    }
+    limit(before);
+    let mut late = TcpHost::connect(address, NQN, "nqn.late", None, 1);
+    assert_eq!(late.io[0].read(1, 8, 4096), pattern(4096, 1));
+    drop(waiting);
+    daemon.stop();
+}
+
+#[test]
+fn a_hung_device_behind_an_ended_association_holds_up_no_other() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let disk = ["--control", "d", "--device", "ram:16M", "--export", "vhost-user-blk:b?queues=4"];
+    let disk = Daemon::start(folder, &disk);
+    let (daemon, address) = serve(folder, &["vhost-user:b", "ram:16M"], "&queues=4", &[]);
+    let mut other = TcpHost::connect(address, NQN, "nqn.other", None, 1);
+    let mut ended = TcpHost::connect(address, NQN, HOST, None, 2);
+    // The disk knows the memory of the daemon after the first write.
+    ended.io[0].write(1, 0, &[0; 4096]);
+    disk.hang();
+    ended.io[0].submit(Sqe::with_blocks(io::WRITE, 1, 0, 8, 0), &[1; 4096], 0);
+    // Its data does not come.
+    ended.io[1].submit(Sqe::with_blocks(io::WRITE, 1, 64, 32, 0), &[2; 16 << 10], 0);
+    assert!(matches!(ended.io[1].next(), Some((Pdu::R2t(_), _))));
+    wait_until("the write is at the disk", || {
+        let queues = inspect(folder, &[])["exports"][0]["queues"].clone();
+        queues.as_array().is_some_and(|queues| queues.iter().any(|queue| queue["now"]["in_flight"] == 1))
+    });
+    drop(ended);
+    // The queue with the write is kept, and no other one.
+    wait_until("the other queue is free", || io_queues(folder) == 2);
+    let mut third = TcpHost::connect(address, NQN, "nqn.third", None, 2);
+    for round in 0..100 {
+        let data = pattern(4096, round);
+        other.io[0].write(2, 0, &data);
+        assert_eq!(third.io[usize::from(round % 2)].read(2, 0, 4096), data);
+        other.admin.succeed(Sqe::identify(cns::CONTROLLER, 0, 0, 0), &[], 4096);
+    }
+    assert_eq!(io_queues(folder), 4, "the device still has a write of the association");
+    disk.signal(Signal::CONT);
+    wait_until("the association is gone", || io_queues(folder) == 3 && hosts(folder) == 2);
+    assert_eq!(other.io[0].read(1, 0, 4096), [1; 4096], "the device had it");
+    assert_eq!(other.io[0].read(1, 64, 16 << 10), [0; 16 << 10], "its data never came");
+    drop((other, third));
+    daemon.stop();
+    drop(disk);
 }

@@ -1,4 +1,6 @@
-//! An NVMe client that leaves while its device hangs, in a daemon as a user starts it.
+//! NVMe clients that wait for their device, in a daemon as a user starts it.
+
+use std::time::Duration;
 
 use rustix::process::Signal;
 
@@ -36,4 +38,28 @@ fn wait_for_a_hung_device_is_logged_and_shown_and_delays_no_other_export() {
     wait_until("its end is logged", || log().contains("the end of the session continues: requests in flight ended"));
     daemon.stop();
     back_end.stop();
+}
+
+/// Writes to a device while each command is late after 200 ms.
+fn write_with_late_commands(device: &str) {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let daemon = Daemon::start(folder, &["--control", "c", "--device", device, "--export", "vfio-user:n?queues=2"]);
+    let mut guest = NvmeGuest::connect_with(&folder.join("n"), 2, true, Duration::from_millis(200));
+    guest.write(1);
+    assert!(guest.late() > 0, "no command is late");
+    drop(guest);
+    daemon.stop();
+}
+
+#[test]
+fn late_commands_at_a_slow_device_are_waited_for() {
+    write_with_late_commands("ram:64M?latency_us=1000000");
+}
+
+#[test]
+#[should_panic(expected = "are late, and not at the device")]
+fn late_commands_that_the_device_does_not_have_fail_a_test() {
+    // The limit holds them in the daemon.
+    write_with_late_commands("ram:64M?iops_max=4&burst_ms=1");
 }

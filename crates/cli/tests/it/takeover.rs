@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
-use crate::common::{Daemon, PATIENCE, Process, inspect, program, run, succeed, wait_until};
+use crate::common::{Daemon, PATIENCE, Process, inspect, inspect_at, program, run, succeed, wait_until};
 
 /// Written once, block by block, and read back: some seconds.
 const IMAGE_BYTES: u64 = 512 << 20;
@@ -122,8 +122,7 @@ fn a_remote_disk_is_taken_over_under_a_verifying_client() {
     assert!(status.success() && !said.contains("connected again"), "the client says:\n{said}");
     // An association of each daemon has ended with it.
     let hosts = || {
-        let tree = succeed(folder, &["inspect", "--control", "t", "--json"]);
-        let tree: serde_json::Value = serde_json::from_str(&tree).unwrap();
+        let tree = inspect_at(folder, "t", &[]);
         tree["exports"][0]["session"]["target"]["hosts"].as_array().unwrap().len()
     };
     wait_until("one association is left", || hosts() == 1);
@@ -165,9 +164,7 @@ fn takeover_keeps_added_queues_and_their_depth() {
     works_with("5");
     // The bound holds for those that came after it. Queues that share show their sum until the session has ended.
     let bounded = || {
-        let tree: serde_json::Value =
-            serde_json::from_str(&succeed(folder, &["inspect", "--json", "--control", "c"])).unwrap();
-        let queues = tree["exports"][0]["queues"].as_array().unwrap().clone();
+        let queues = inspect(folder, &[])["exports"][0]["queues"].as_array().unwrap().clone();
         queues.iter().filter(|queue| queue["now"]["tags"]["limit"] == 3).count()
     };
     wait_until("each queue has the bound", || bounded() == 5);
@@ -261,6 +258,12 @@ fn takeover_keeps_all_settings() {
     assert_eq!(now["lanes"], serde_json::json!([[[0], 3]]));
     assert_eq!((&now["stats"], &now["exports"][0][3][0][1]), (&0.into(), &serde_json::Value::Null));
     assert_eq!(now["exports"][1], set["exports"][1]);
+    // No bound is a setting, too: the next daemon tries as long looks.
+    succeed(folder, &["set", "--control", "c", "daemon", "spin_us=auto"]);
+    let default = serde_json::json!([[[0], 200]]);
+    assert_eq!(settings(folder)["lanes"], default);
+    replace(folder, &mut daemon, &[]);
+    assert_eq!(settings(folder)["lanes"], default);
     daemon.stop();
 }
 

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use crate::common::{Daemon, PATIENCE, Process, inspect, program, succeed};
+use crate::common::{Daemon, PATIENCE, Process, Stop, inspect, program, succeed};
 
 /// A daemon with these words and a control socket at `c`; ready.
 fn serve(folder: &Path, words: &[&str]) -> Daemon {
@@ -168,6 +168,7 @@ fn lanes_change_while_front_ends_come_and_go() {
     let mut daemon = serve(folder, &[&words[..], &["--export", "vhost-user-blk:s?queues=2", "--lanes", "2"]].concat());
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
+        let _stop = Stop(&stop);
         scope.spawn(|| {
             let words = ["bench", "vhost-user:s?queues=2", "--numjobs", "2", "--rw", "randread", "--runtime", "20ms"];
             let mut sessions = 0;
@@ -182,7 +183,6 @@ fn lanes_change_while_front_ends_come_and_go() {
                 succeed(folder, &["set", "--control", "c", "daemon", lanes]);
             }
         }
-        stop.store(true, Relaxed);
     });
     assert!(daemon.is_running(), "the daemon has ended");
     ends_well(verifying_load_of(folder, 2, "16M"));

@@ -5,6 +5,7 @@
 
 use std::fmt::{Debug, Display};
 use std::io;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -101,6 +102,11 @@ pub trait FrontEndSession: Sized + Send + 'static {
     /// # Errors
     /// A queue cannot resume.
     fn change(&mut self, device: u16, info: &Arc<DeviceInfo>) -> Result<Changed, String>;
+
+    /// Its listening socket, if it accepts connections by itself.
+    fn listener(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
 
     /// Drains, and returns the handover state. Returns the numbers of the queues that ran in any case.
     fn hand_over(&mut self) -> (Vec<usize>, Result<Self::State, String>);

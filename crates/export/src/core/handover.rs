@@ -15,9 +15,9 @@ use super::control_loop::EndpointCaller;
 pub struct ExportState<T> {
     /// Its listening socket.
     pub listener: OwnedFd,
-    /// Path of the socket.
+    /// Path of the socket; empty if the session accepts connections by itself.
     pub path: PathBuf,
-    /// Device and inode of the socket file, so that only this file is removed at the end.
+    /// Device and inode of its file, so that only this file is removed at the end.
     pub identity: (u64, u64),
     /// Number of queues.
     pub made: u16,

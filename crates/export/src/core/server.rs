@@ -15,6 +15,7 @@
 
 use std::io;
 use std::os::fd::AsFd;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -175,29 +176,53 @@ impl<F: FrontEndSession> Server<F> {
     pub fn take_over_on(
         control: &ControlLoop,
         socket: impl Into<Arc<BoundSocket>>,
-        mut config: ExportConfig<F>,
+        config: ExportConfig<F>,
         offered: u16,
         wce: bool,
         session: Option<F::State>,
+    ) -> Result<Taking<F>, String> {
+        Server::prepare(control, Some(socket.into()), config, (offered, wce), |config, log| {
+            let Some(state) = session else { return Ok(Begin::Waiting(config)) };
+            let reserve = F::reserve().map_err(|error| error.to_string())?;
+            let (session, start) = F::resume(state, reserve, config, log)?;
+            Ok(Begin::Connected(Box::new(session), start))
+        })
+    }
+
+    /// The same for a session that accepts connections by itself.
+    ///
+    /// # Errors
+    /// As for [`Server::take_over`].
+    pub(crate) fn take_over_session(
+        control: &ControlLoop,
+        config: ExportConfig<F>,
+        offered: u16,
+        wce: bool,
+        resume: impl FnOnce(ExportConfig<F>, &Arc<ExportLog>) -> Result<(F, F::Start), String>,
+    ) -> Result<Taking<F>, String> {
+        Server::prepare(control, None, config, (offered, wce), |config, log| {
+            let (session, start) = resume(config, log)?;
+            Ok(Begin::Connected(Box::new(session), start))
+        })
+    }
+
+    fn prepare(
+        control: &ControlLoop,
+        socket: Option<Arc<BoundSocket>>,
+        mut config: ExportConfig<F>,
+        (offered, wce): (u16, bool),
+        begin: impl FnOnce(ExportConfig<F>, &Arc<ExportLog>) -> Result<Begin<F>, String>,
     ) -> Result<Taking<F>, String> {
         let made = config.queues.len();
         if !(1..=made).contains(&usize::from(offered)) {
             return Err(format!("{offered} queues cannot be offered: only {made} exist"));
         }
         config.disk.set_write_cache(wce);
-        let said = |error: io::Error| error.to_string();
         let status = ExportStatus::new(config.name.clone(), offered);
-        let begin = match session {
-            None => Begin::Waiting(config),
-            Some(state) => {
-                let reserve = F::reserve().map_err(said)?;
-                let (session, start) = F::resume(state, reserve, config, &status.log)?;
-                Begin::Connected(Box::new(session), start)
-            }
-        };
+        let begin = begin(config, &status.log)?;
         let (go, told) = channel();
-        let server = Server::add(control, Some(socket.into()), status, ExportPhase::Prepared(told, begin));
-        let server = server.map_err(said)?;
+        let server = Server::add(control, socket, status, ExportPhase::Prepared(told, begin));
+        let server = server.map_err(|error| error.to_string())?;
         Ok(Taking { go, server })
     }
 
@@ -552,11 +577,19 @@ impl<F: FrontEndSession> ExportContext<F> {
         };
         let (made, wce) = subject.with_config(|config| (config.queues.len() as u16, config.disk.write_cache()));
         let state = session.and_then(|session| {
-            let socket = self.socket.as_ref().ok_or("it has no socket that can be handed over")?;
+            let said = |error: io::Error| error.to_string();
+            let own = if let Subject::Connected(session) = &*subject { session.listener() } else { None };
+            let (listener, path, identity) = match &self.socket {
+                Some(socket) => {
+                    let path = std::path::absolute(socket.path()).map_err(said)?;
+                    (socket.listener().as_fd(), path, socket.identity())
+                }
+                None => (own.ok_or("it has no socket that can be handed over")?, PathBuf::new(), (0, 0)),
+            };
             Ok(ExportState {
-                listener: socket.listener().as_fd().try_clone_to_owned().map_err(|error| error.to_string())?,
-                path: std::path::absolute(socket.path()).map_err(|error| error.to_string())?,
-                identity: socket.identity(),
+                listener: listener.try_clone_to_owned().map_err(said)?,
+                path,
+                identity,
                 made,
                 offered: self.status.offered(),
                 depth: self.status.depth(),

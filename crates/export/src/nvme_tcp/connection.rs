@@ -57,25 +57,49 @@ pub(super) struct TargetConnection {
 }
 
 impl TargetConnection {
-    /// A new connection, in a set under this token.
+    /// Options of a connection before its Connect.
+    pub(super) const OPTIONS: TcpTargetOptions = TcpTargetOptions {
+        slots: 1,
+        segments_max: 1,
+        in_capsule: IN_CAPSULE_BYTES,
+        maxh2cdata: TRANSFER_BYTES,
+        header_digest: true,
+        data_digest: true,
+        alignment: 0,
+    };
+
+    /// A new connection of this peer, in a set under this token. One that the peer has left already is none of the
+    /// errors: its end is found by the first receive.
     ///
     /// # Errors
-    /// The system has no memory left, or the connection is gone.
-    pub(super) fn accept(stream: TcpStream, set: &Epoll, token: u64, now: Instant) -> io::Result<TargetConnection> {
-        let (local, peer) = (stream.local_addr()?, stream.peer_addr()?);
-        let socket = set.register(BufferedSocket::new(stream)?, token, EventFlags::IN)?;
-        let options = TcpTargetOptions {
-            slots: 1,
-            segments_max: 1,
-            in_capsule: IN_CAPSULE_BYTES,
-            maxh2cdata: TRANSFER_BYTES,
-            header_digest: true,
-            data_digest: true,
-            alignment: 0,
-        };
+    /// The system has no memory left.
+    pub(super) fn accept(
+        (stream, peer): (TcpStream, SocketAddr),
+        set: &Epoll,
+        token: u64,
+        now: Instant,
+    ) -> io::Result<TargetConnection> {
+        let queue = TcpAdminQueue::new(TargetConnection::OPTIONS)?;
+        TargetConnection::with(BufferedSocket::new(stream)?, peer, queue, set, token, now)
+    }
+
+    /// A connection with this queue.
+    ///
+    /// # Errors
+    /// The system has no memory left.
+    pub(super) fn with(
+        socket: BufferedSocket,
+        peer: SocketAddr,
+        queue: TcpAdminQueue,
+        set: &Epoll,
+        token: u64,
+        now: Instant,
+    ) -> io::Result<TargetConnection> {
+        let local = socket.stream().local_addr()?;
+        let socket = set.register(socket, token, EventFlags::IN)?;
         Ok(TargetConnection {
             socket,
-            queue: TcpAdminQueue::new(options)?,
+            queue,
             phase: ConnectionPhase::New,
             local,
             peer,
@@ -88,7 +112,7 @@ impl TargetConnection {
     /// A connection of an I/O queue that has ended, until its peer has seen that.
     ///
     /// # Errors
-    /// The system has no memory left.
+    /// The system has no memory left, or the peer has closed it.
     pub(super) fn closing(
         socket: BufferedSocket,
         set: &Epoll,
@@ -97,7 +121,8 @@ impl TargetConnection {
     ) -> io::Result<TargetConnection> {
         let stream = socket.stream().try_clone()?;
         drop(socket);
-        let mut connection = TargetConnection::accept(stream, set, token, now)?;
+        let peer = stream.peer_addr()?;
+        let mut connection = TargetConnection::accept((stream, peer), set, token, now)?;
         connection.close(now);
         Ok(connection)
     }
@@ -144,6 +169,23 @@ impl TargetConnection {
             }
         }
         self.await_room();
+    }
+
+    /// Makes all that is to be sent into bytes, which the socket keeps.
+    pub(super) fn collect(&mut self) {
+        let TargetConnection { socket, queue, list, .. } = self;
+        while let Some(number) = queue.fill(list) {
+            socket.get_mut().add(list, queue.memory());
+            list.clear();
+            queue.sent(number);
+            let event = queue.receive(&mut &[][..]);
+            debug_assert!(event.is_none(), "without bytes there is no event: {event:?}");
+        }
+    }
+
+    /// The socket.
+    pub(super) fn socket(&self) -> &BufferedSocket {
+        self.socket.get()
     }
 
     /// Ends the connection: the peer gets what is to be sent, and the end of the stream.

@@ -7,6 +7,8 @@ use std::io;
 use std::net::SocketAddr;
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use blkyard_mem::Mailbox;
@@ -19,6 +21,39 @@ use blkyard_sys::EventFd;
 pub struct PortDirectory {
     addresses: Mutex<Vec<SocketAddr>>,
     mailboxes: Mutex<Vec<Weak<PortMailbox>>>,
+    holds: Mutex<Vec<(SubsystemHost, Weak<HostHold>)>>,
+}
+
+/// A host: its name and identifier.
+pub(crate) type SubsystemHost = (Nqn, [u8; 16]);
+
+/// Devices for which commands of a host wait: an association of it has ended, and they may still execute its commands.
+/// Shared by the queues of the host at all ports.
+#[derive(Debug, Default)]
+pub(crate) struct HostHold {
+    /// As bits, modulo 64.
+    devices: AtomicU64,
+    /// By controller of the association.
+    parts: Mutex<Vec<(u16, u64)>>,
+}
+
+impl HostHold {
+    #[inline]
+    pub(crate) fn devices(&self) -> u64 {
+        self.devices.load(Relaxed)
+    }
+
+    /// Sets the devices that have commands of a controller whose association has ended. Returns whether there are fewer
+    /// now.
+    pub(crate) fn set(&self, controller: u16, devices: u64) -> bool {
+        let mut parts = self.parts.lock().unwrap_or_else(PoisonError::into_inner);
+        parts.retain(|(known, _)| *known != controller);
+        if devices > 0 {
+            parts.push((controller, devices));
+        }
+        let all = parts.iter().fold(0, |all, (_, devices)| all | devices);
+        self.devices.swap(all, Relaxed) & !all != 0
+    }
 }
 
 impl PortDirectory {
@@ -49,6 +84,25 @@ impl PortDirectory {
         mailboxes.push(Arc::downgrade(mailbox));
     }
 
+    /// What this host has to wait for.
+    pub(crate) fn hold_of(&self, host: &SubsystemHost) -> Arc<HostHold> {
+        let mut holds = self.holds.lock().unwrap_or_else(PoisonError::into_inner);
+        // Bounded by the associations.
+        holds.retain(|(_, hold)| hold.strong_count() > 0);
+        let known = holds.iter().filter(|(known, _)| known == host).find_map(|(_, hold)| hold.upgrade());
+        known.unwrap_or_else(|| {
+            let hold = Arc::default();
+            holds.push((host.clone(), Arc::downgrade(&hold)));
+            hold
+        })
+    }
+
+    /// A host waits for fewer devices.
+    pub(crate) fn tell_released(&self) {
+        let mailboxes = self.mailboxes.lock().unwrap_or_else(PoisonError::into_inner);
+        mailboxes.iter().filter_map(Weak::upgrade).for_each(|mailbox| mailbox.send(PortMessage::Released));
+    }
+
     /// Mailbox of the port that has this controller identifier.
     pub(crate) fn port_of(&self, controller: u16) -> Option<Arc<PortMailbox>> {
         let mailboxes = self.mailboxes.lock().unwrap_or_else(PoisonError::into_inner);
@@ -68,6 +122,8 @@ pub(crate) struct PortMailbox {
 /// A message for the session of a port.
 #[derive(Debug)]
 pub(crate) enum PortMessage {
+    /// A host waits for fewer devices.
+    Released,
     /// Reset a controller of this port.
     Reset(ResetTicket),
     /// The reset that this controller of the port has asked for has ended.

@@ -4,7 +4,7 @@
 //! queues are client queues on their lanes. Formats are in `wire`, and what commands mean is in `nvme`; `core` does not
 //! depend on this module. See `docs/adr/0054-an-nvme-tcp-target.md`.
 //!
-//! Left out: reservations, authentication, TLS, in-band changes of namespaces, handover to another process.
+//! Left out: reservations, authentication, TLS, in-band changes of namespaces.
 
 mod ana;
 mod connection;
@@ -32,7 +32,7 @@ use crate::core::{self, ControlLoop, ExportedDisk};
 pub use ana::NvmeTcpAna;
 pub use directory::PortDirectory;
 pub use queue::{NvmeTcpQueueSession, NvmeTcpQueueSetup};
-pub use session::{NvmeTcpError, NvmeTcpSession, NvmeTcpView};
+pub use session::{NVME_TCP_STATE_VERSION, NvmeTcpError, NvmeTcpRecord, NvmeTcpSession, NvmeTcpState, NvmeTcpView};
 
 /// Longest transfer of a command (MDTS), bytes.
 const TRANSFER_BYTES: u32 = 128 << 10;

@@ -10,8 +10,9 @@
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
 
 use blkyard_mem::{GATHER_MAX, RegionTable};
 use blkyard_mq::{Bio, SignalEventfd};
@@ -20,6 +21,7 @@ use blkyard_nvme::tcp::{SendList, TcpEnd, TcpIoQueue};
 use blkyard_sys::{Epoll, EventFd, EventFlags, Registered};
 
 use super::TRANSFER_BYTES;
+use super::directory::HostHold;
 use super::socket::{Arrived, BufferedSocket};
 use crate::core::{BioFeed, ExportLog, QueueSession, QueueSignals, RingView};
 
@@ -53,6 +55,11 @@ impl EndedQueues {
         self.eventfd.take();
         let ended = self.flags.iter().enumerate().filter(|(_, flag)| flag.swap(false, Relaxed));
         ended.map(|(number, _)| number).collect()
+    }
+
+    /// The queue of this number is another one from now on.
+    pub(crate) fn forget(&self, number: usize) {
+        self.flags.iter().skip(number).take(1).for_each(|flag| flag.store(false, Relaxed));
     }
 
     #[cold]
@@ -117,6 +124,12 @@ pub struct NvmeTcpQueueSetup {
     /// The regions that bios point into.
     pub(crate) table: Arc<RegionTable>,
     pub(crate) ended: Arc<EndedQueues>,
+    /// Start of the clock of the controllers.
+    pub(crate) began: Instant,
+    /// Where the queue notes the devices that have its commands, once its association has ended.
+    pub(crate) devices: Arc<AtomicU64>,
+    /// What its host has to wait for.
+    pub(crate) hold: Arc<HostHold>,
 }
 
 /// A running I/O queue.
@@ -130,7 +143,19 @@ pub struct NvmeTcpQueueSession {
     table: Arc<RegionTable>,
     ended: Arc<EndedQueues>,
     is_broken: bool,
+    began: Instant,
+    /// What the clock of the controllers is ahead of the lane's, modulo 2^64, ns. [`UNKNOWN`] at first.
+    ahead_ns: u64,
+    /// Whether its association has ended, and no command is executed any more.
+    has_expired: bool,
+    devices: Arc<AtomicU64>,
+    hold: Arc<HostHold>,
+    /// Devices whose commands it holds back, as bits modulo 64.
+    held: u64,
 }
+
+/// Beyond all times: the first comparison measures.
+const UNKNOWN: u64 = u64::MAX / 2;
 
 impl QueueSession for NvmeTcpQueueSession {
     type Setup = NvmeTcpQueueSetup;
@@ -144,10 +169,27 @@ impl QueueSession for NvmeTcpQueueSession {
     const SEGMENTS: usize = TRANSFER_BYTES as usize / 4096 + 1;
 
     fn start(setup: NvmeTcpQueueSetup) -> Result<NvmeTcpQueueSession, String> {
-        let NvmeTcpQueueSetup { name, number, log, slot, table, ended } = setup;
+        let NvmeTcpQueueSetup { name, number, log, slot, table, ended, began, devices, hold } = setup;
+        // All of them, as far as is known.
+        devices.store(u64::MAX, Relaxed);
         let take = |slot: &TcpQueueSlot| slot.lock().unwrap_or_else(PoisonError::into_inner).take();
         let state = slot.as_ref().map(|slot| take(slot).ok_or("the queue is not there")).transpose()?;
-        Ok(NvmeTcpQueueSession { name, number, log, slot, state, table, ended, is_broken: false })
+        Ok(NvmeTcpQueueSession {
+            name,
+            number,
+            log,
+            slot,
+            state,
+            table,
+            ended,
+            is_broken: false,
+            began,
+            ahead_ns: UNKNOWN,
+            has_expired: false,
+            devices,
+            hold,
+            held: 0,
+        })
     }
 
     /// Bytes may have come while the queue was stopped, and the answer to Connect is to be sent.
@@ -207,9 +249,18 @@ impl QueueSession for NvmeTcpQueueSession {
 
     #[inline]
     fn fetch<D>(&mut self, feed: &mut BioFeed<'_, D, Self>, most: usize, _device_idle: bool) -> bool {
+        let Some(state) = self.state.as_deref_mut() else { return false };
+        if feed.now_ns.wrapping_add(self.ahead_ns) >= state.queue.serves_until_ns() && self.expires(feed) {
+            return false;
+        }
         let Some(state) = self.state.as_deref_mut().filter(|state| !state.is_over) else { return false };
         // A queue that is to drain receives nothing more.
         let mut is_busy = most > 0 && state.receive();
+        let held = self.hold.devices();
+        if held | self.held > 0 {
+            state.queue.hold(held);
+            self.held = held;
+        }
         for _ in 0..most {
             if !state.queue.has_ready() {
                 break;
@@ -243,15 +294,21 @@ impl QueueSession for NvmeTcpQueueSession {
 
     #[inline]
     fn end_round<Cx: ?Sized + SignalEventfd>(&mut self, _signals: &mut QueueSignals<'_, Cx>) -> bool {
-        let Some(state) = self.state.as_deref_mut().filter(|state| !state.is_over) else { return false };
+        let Some(state) = self.state.as_deref_mut() else { return false };
+        if state.is_over {
+            self.devices.store(state.queue.devices_out(), Relaxed);
+            return false;
+        }
         // Commands that came when the lane looked before its sleep (`arm`) are answered here: no bio makes a round
         // busy.
-        let has_answers = state.queue.wants_send() || state.sending.is_some();
-        let is_sent = has_answers && state.send();
+        let is_sent = state.has_answers() && state.send();
         let is_ended = state.queue.end_reason().is_some();
-        if is_ended && !state.queue.wants_send() && state.sending.is_none() {
-            state.is_over = true;
-            self.ended.push(self.number);
+        if is_ended {
+            self.devices.store(state.queue.devices_out(), Relaxed);
+            if !state.has_answers() {
+                state.is_over = true;
+                self.ended.push(self.number);
+            }
         }
         is_sent
     }
@@ -286,6 +343,24 @@ impl QueueSession for NvmeTcpQueueSession {
 }
 
 impl NvmeTcpQueueSession {
+    /// Ends the queue if its association has ended, which the control path may learn later: after a process was
+    /// stopped, its lanes may run first. No command begins, and those that no device has are taken back.
+    #[cold]
+    fn expires<D>(&mut self, feed: &mut BioFeed<'_, D, Self>) -> bool {
+        let Some(state) = &self.state else { return false };
+        if self.ahead_ns == UNKNOWN {
+            self.ahead_ns = (self.began.elapsed().as_nanos() as u64).wrapping_sub(feed.now_ns);
+        }
+        if feed.now_ns.wrapping_add(self.ahead_ns) < state.queue.serves_until_ns() {
+            return false;
+        }
+        if !std::mem::replace(&mut self.has_expired, true) {
+            self.close();
+            feed.cancel(usize::MAX, |_| true);
+        }
+        true
+    }
+
     #[cold]
     fn close(&mut self) {
         if let Some(state) = &mut self.state {
@@ -325,10 +400,40 @@ impl TcpQueueState {
         self.sending.is_none() && (self.queue.wants_send() || self.queue.end_reason().is_some())
     }
 
+    /// Whether something is to be sent.
+    fn has_answers(&self) -> bool {
+        self.queue.wants_send() || self.sending.is_some() || self.socket.get().is_sending()
+    }
+
+    /// Makes all that a stopped queue has to send into bytes, which its socket keeps: its commands and their memory are
+    /// then released.
+    pub(crate) fn collect(&mut self) {
+        let TcpQueueState { socket, queue, list, sending, .. } = self;
+        loop {
+            let Some((number, sent)) = sending.take().or_else(|| Some((queue.fill(list)?, 0))) else { return };
+            socket.get_mut().add_rest(list, &queue.memory().table, sent);
+            queue.sent(number);
+            list.clear();
+            queue.receive(&mut &[][..]);
+        }
+    }
+
+    /// The connection.
+    pub(crate) fn socket(&self) -> &BufferedSocket {
+        self.socket.get()
+    }
+
     /// Sends answers, as far as the kernel takes them. Returns whether it took anything.
     fn send(&mut self) -> bool {
         let TcpQueueState { socket, queue, list, sending, .. } = self;
         let mut is_moved = false;
+        if socket.get().is_sending() {
+            // Left of a handover.
+            is_moved = socket.get_mut().flush();
+            if socket.get().is_sending() {
+                return is_moved;
+            }
+        }
         loop {
             if sending.is_none() {
                 *sending = queue.fill(list).map(|number| (number, 0));

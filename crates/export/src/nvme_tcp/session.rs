@@ -10,24 +10,29 @@
 
 mod associations;
 mod connections;
+mod handover;
 mod queues;
 mod resets;
 
 use std::collections::BTreeMap;
 use std::io;
 use std::net::{SocketAddr, TcpListener};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
 use blkyard_mem::{DmaMapping, Region, RegionTable};
 use blkyard_mq::DeviceInfo;
+use blkyard_nvme::fabrics::Nqn;
 use blkyard_nvme::tcp::TcpIoQueue;
 use blkyard_nvme::{AnaGroup, FabricsSubsystem};
 use blkyard_sys::{Epoll, EventFlags, Registered};
 
+pub use self::handover::{NVME_TCP_STATE_VERSION, NvmeTcpRecord, NvmeTcpState};
 use self::resets::PortResets;
 use super::connection::TargetConnection;
-use super::directory::PortMailbox;
+use super::directory::{HostHold, PortMailbox};
 use super::queue::{EndedQueues, NvmeTcpQueueSession, TcpQueueSlot};
 use super::{ENTRIES_MAX, NvmeTcpAna, NvmeTcpDisk, NvmeTcpExport, queue_options, subsystem_options};
 use crate::core::{
@@ -95,6 +100,20 @@ struct ServedConnection {
     state: IoQueueState,
     /// Whether the connection ends once the queue has drained.
     is_ending: bool,
+    /// Devices that have its commands, as bits modulo 64: known once its association has ended.
+    devices: Arc<AtomicU64>,
+    /// What its host has to wait for.
+    hold: Arc<HostHold>,
+}
+
+/// An association that has ended, while its queues drain.
+struct EndingAssociation {
+    /// From when its host may have known, ns.
+    since_ns: u64,
+    host: Nqn,
+    hold: Arc<HostHold>,
+    /// Whether it was logged that its host waits.
+    is_told: bool,
 }
 
 /// A flush that a controller waits for.
@@ -120,7 +139,7 @@ pub struct NvmeTcpSession {
     /// By client queue.
     queues: Vec<Option<ServedConnection>>,
     /// Controllers whose association has ended, while their queues drain.
-    ending: Vec<u16>,
+    ending: BTreeMap<u16, EndingAssociation>,
     /// Those of them of which a device may still execute a command: it has given that back without an answer.
     uncertain: Vec<u16>,
     mailbox: Registered<Arc<PortMailbox>>,
@@ -174,7 +193,7 @@ impl NvmeTcpSession {
             subsystem,
             connections: BTreeMap::new(),
             next: MAIL + 1,
-            ending: Vec::new(),
+            ending: BTreeMap::new(),
             uncertain: Vec::new(),
             mailbox,
             resets: PortResets::default(),
@@ -196,6 +215,12 @@ impl NvmeTcpSession {
 
     fn work(&mut self) -> Result<bool, NvmeTcpError> {
         let now = Instant::now();
+        let now_ns = self.now_ns(now);
+        let overdue = self.subsystem.associations().filter(|(_, one)| one.controller.is_overdue(now_ns));
+        // Before any command: this process may have been stopped, and a host that counts on time comes back.
+        for id in overdue.map(|(id, _)| id).collect::<Vec<_>>() {
+            self.advance(id, now)?;
+        }
         let ready = self.set.wait(now, Some(now))?;
         let is_busy = !ready.is_empty();
         for ready in ready {
@@ -244,7 +269,7 @@ impl FrontEndSession for NvmeTcpSession {
     type Queue = NvmeTcpQueueSession;
     type Disk = NvmeTcpDisk;
     type Reserve = ();
-    type State = std::convert::Infallible;
+    type State = NvmeTcpState;
     type Start = ();
     type View = NvmeTcpView;
     type Error = NvmeTcpError;
@@ -258,16 +283,21 @@ impl FrontEndSession for NvmeTcpSession {
     }
 
     fn resume(
-        state: Self::State,
+        _state: NvmeTcpState,
         _reserve: (),
         _config: NvmeTcpExport,
         _log: &Arc<ExportLog>,
     ) -> Result<(NvmeTcpSession, ()), String> {
-        match state {}
+        unreachable!("it is resumed with its listening socket")
     }
 
+    /// Of a session that was handed over.
     fn begin(&mut self, _start: Option<()>) -> Result<(), NvmeTcpError> {
-        Ok(())
+        self.proceed()
+    }
+
+    fn listener(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.listener.get().as_fd())
     }
 
     fn step(&mut self) -> SessionStep<NvmeTcpError> {
@@ -283,7 +313,7 @@ impl FrontEndSession for NvmeTcpSession {
     }
 
     fn deadline(&self) -> Option<Instant> {
-        let timers = self.subsystem.associations().filter(|(id, _)| !self.ending.contains(id));
+        let timers = self.subsystem.associations().filter(|(id, _)| !self.ending.contains_key(id));
         let timers = timers.filter_map(|(_, association)| association.controller.deadline_ns());
         let timers = timers.map(|until_ns| self.began + Duration::from_nanos(until_ns));
         let connections = self.connections.values().filter_map(|connection| connection.until);
@@ -311,11 +341,17 @@ impl FrontEndSession for NvmeTcpSession {
         changed.map(|()| Changed::Told)
     }
 
-    fn hand_over(&mut self) -> (Vec<usize>, Result<Self::State, String>) {
-        (Vec::new(), Err("connections over TCP cannot be handed over; stop the daemon instead".to_owned()))
+    fn hand_over(&mut self) -> (Vec<usize>, Result<NvmeTcpState, String>) {
+        let state = self.rest().map_err(|error| error.to_string()).and_then(|()| self.save());
+        // All that are stopped go on.
+        (Vec::new(), state)
     }
 
-    fn go_on(&mut self, _running: Vec<usize>) {}
+    fn go_on(&mut self, _running: Vec<usize>) {
+        if let Err(error) = self.proceed() {
+            self.log.warn(format_args!("its queues cannot continue: {error}"));
+        }
+    }
 
     fn view(&self) -> NvmeTcpView {
         let hosts = self.subsystem.associations().filter(|(_, association)| !association.is_discovery());
@@ -337,6 +373,8 @@ impl FrontEndSession for NvmeTcpSession {
         }
         self.connections.clear();
         self.queues.clear();
+        self.ending.iter().for_each(|(id, ending)| _ = ending.hold.set(*id, 0));
+        self.config.disk.ports.tell_released();
         self.mailbox.get().close();
         self.config.queues.iter().for_each(super::NvmeTcpQueueRemote::close);
         if let SessionEnd::Over(error) = end {

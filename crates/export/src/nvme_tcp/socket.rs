@@ -35,6 +35,8 @@ pub(crate) struct BufferedSocket {
     input: Vec<u8>,
     /// Received bytes of it that were not handled.
     unread: Range<usize>,
+    /// Bytes of the stream behind them that belong to no command any more.
+    dropped: usize,
     output: Vec<u8>,
     /// Bytes of the output that were sent.
     sent: usize,
@@ -50,7 +52,7 @@ impl BufferedSocket {
         stream.set_nonblocking(true)?;
         stream.set_nodelay(true)?;
         let (input, output) = (Vec::new(), Vec::new());
-        Ok(BufferedSocket { stream, input, unread: 0..0, output, sent: 0, is_broken: false })
+        Ok(BufferedSocket { stream, input, unread: 0..0, dropped: 0, output, sent: 0, is_broken: false })
     }
 
     /// The socket.
@@ -60,7 +62,26 @@ impl BufferedSocket {
 
     /// Makes the memory for received bytes as large as it gets, for a lane that is not to allocate.
     pub(crate) fn reserve(&mut self) {
-        self.input.resize(RECEIVE_BYTES, 0);
+        self.input.resize(RECEIVE_BYTES.max(self.input.len()), 0);
+    }
+
+    /// Continues the stream of another process: with bytes that were received, so many that are dropped behind them,
+    /// and bytes to be sent.
+    pub(crate) fn restore(&mut self, input: &[u8], dropped: usize, output: &[u8]) {
+        self.unread = 0..input.len();
+        self.input = input.to_vec();
+        self.dropped = dropped;
+        self.output.extend_from_slice(output);
+    }
+
+    /// Bytes that are to be dropped behind the unread ones.
+    pub(crate) fn dropped(&self) -> usize {
+        self.dropped
+    }
+
+    /// Bytes that are to be sent.
+    pub(crate) fn unsent(&self) -> &[u8] {
+        &self.output[self.sent..]
     }
 
     /// Bytes that are to be handled.
@@ -90,8 +111,12 @@ impl BufferedSocket {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Arrived::Nothing,
                 Ok(bytes @ 1..) => {
-                    self.unread = 0..bytes;
-                    return Arrived::Bytes;
+                    let dropped = self.dropped.min(bytes);
+                    self.dropped -= dropped;
+                    self.unread = dropped..bytes;
+                    if dropped < bytes {
+                        return Arrived::Bytes;
+                    }
                 }
                 _ => {
                     self.is_broken = true;
@@ -130,6 +155,12 @@ impl BufferedSocket {
     /// Whether bytes are to be sent.
     pub(crate) fn is_sending(&self) -> bool {
         !self.output.is_empty()
+    }
+
+    /// Adds the pieces of a list of which so many bytes were sent. Nothing else is to be sent in that case.
+    pub(crate) fn add_rest(&mut self, list: &SendList, memory: &RegionTable, sent: usize) {
+        self.add(list, memory);
+        self.sent += sent;
     }
 
     /// Adds the pieces of a list.

@@ -20,7 +20,7 @@ pub use backend::{QUEUE_SIZE_MAX, QUEUES_MAX, SEG_MAX};
 pub use handover::SessionState;
 pub use session::VhostUserSession;
 pub use view::{SessionView, VringView};
-pub use virtqueue::VirtqueueSession;
+pub use virtqueue::{VirtqueueSession, VirtqueueSetup};
 pub use wire::{MESSAGE_BYTES_MAX, MESSAGE_FILES_MAX, Message};
 
 /// Configuration of a vhost-user export.

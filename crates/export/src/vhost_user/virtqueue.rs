@@ -53,6 +53,39 @@ pub struct VirtqueueSetup {
     pub(crate) connection: Arc<UnixStream>,
 }
 
+impl VirtqueueSetup {
+    /// A ring that no messages describe, for an owner of both of its ends such as the simulation: split or packed, as
+    /// the features say, from its start or where the record of its requests in flight says. With `write_back` completed
+    /// writes may be lost before a flush.
+    ///
+    /// # Errors
+    /// No descriptor is left.
+    pub fn of_ring(
+        name: &str,
+        memory: &Arc<GuestMemory>,
+        (layout, size): (&RingLayout, u16),
+        features: Features,
+        record: Option<Inflight>,
+        write_back: bool,
+    ) -> io::Result<VirtqueueSetup> {
+        Ok(VirtqueueSetup {
+            name: name.to_owned(),
+            log: Arc::new(ExportLog::new(name.to_owned())),
+            memory: Arc::clone(memory),
+            layout: layout.clone(),
+            size,
+            base: RingBase::start(features),
+            record,
+            notes: None,
+            kick: Some(Arc::new(EventFd::new()?)),
+            call: None,
+            error: None,
+            disk: DiskView { features, write_back: Arc::new(AtomicBool::new(write_back)) },
+            connection: Arc::new(UnixStream::pair()?.0),
+        })
+    }
+}
+
 /// Session state for request parsing, the same for all queues.
 #[derive(Clone)]
 pub(crate) struct DiskView {
@@ -159,6 +192,13 @@ impl QueueSession for VirtqueueSession {
     fn lose_kick(&mut self, error: &io::Error) {
         self.log.warn(format_args!("{}: its kick cannot be listened to, so its ring is polled: {error}", self.name));
         self.kick = None;
+    }
+
+    fn held(&self, silence_ns: u64) {
+        let (name, held_s) = (&self.name, silence_ns as f64 / 1e9);
+        self.log.info(format_args!(
+            "{name}: its requests wait {held_s} s: until then the target may execute those of the process before this one"
+        ));
     }
 
     fn set_call<Cx: ?Sized + SignalEventfd>(&mut self, call: Option<Arc<EventFd>>, signals: &mut QueueSignals<'_, Cx>) {

@@ -102,6 +102,10 @@ impl Driver<Ring> for AnyQueue {
         self.0.set_memory(cx, memory);
     }
 
+    fn change_memory(&mut self, cx: &mut Ring, memory: &RegionTable) {
+        self.0.change_memory(cx, memory);
+    }
+
     fn deadline_ns(&self) -> Option<u64> {
         self.0.deadline_ns()
     }
@@ -114,8 +118,10 @@ pub enum Seen {
     Taken(Op, BioFlags, u64),
     /// It was finished.
     Ended(Op, u64),
-    /// Memory of so many regions was given to a queue.
+    /// Memory of so many regions was given to a queue without requests.
     Memory(usize),
+    /// The same while it runs.
+    Changed(usize),
 }
 
 /// The test's handle on a recording device.
@@ -231,6 +237,11 @@ impl Driver<Ring> for GatedQueue {
         assert!(self.held.is_empty(), "memory changes under requests in flight");
         self.mapped = memory.iter().count();
         self.gate.saw(Seen::Memory(self.mapped));
+    }
+
+    fn change_memory(&mut self, _: &mut Ring, memory: &RegionTable) {
+        self.mapped = memory.iter().count();
+        self.gate.saw(Seen::Changed(self.mapped));
     }
 
     fn deadline_ns(&self) -> Option<u64> {

@@ -29,6 +29,7 @@ mod shared;
 mod takeover;
 mod vfio_user;
 mod vfio_user_hostile;
+mod vfio_user_maps;
 mod vfio_user_on_demand;
 mod vfio_user_pci;
 mod vfio_user_waits;

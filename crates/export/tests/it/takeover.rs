@@ -258,7 +258,7 @@ fn a_kick_for_who_goes_on_is_not_taken_by_who_has_let_go() {
         std::thread::sleep(Duration::from_millis(20));
         used_ns() == before_ns
     });
-    world.lanes.set_policy(IdlePolicy { spin_ns: u64::MAX }).wait(PATIENCE).unwrap();
+    world.lanes.set_policy(IdlePolicy::up_to(u64::MAX)).wait(PATIENCE).unwrap();
     let handed = world.exports[0].server().hand().hand_over().recv_timeout(PATIENCE).unwrap().unwrap();
     ring(&vq.kick);
     for _ in 0..1000 {

@@ -399,6 +399,37 @@ fn a_late_request_is_the_matter_of_its_path() {
 }
 
 #[test]
+fn a_command_that_is_late_on_all_paths_ends_once_it_is_fenced() {
+    for (op, step_ns, ends) in
+        [(Op::Write, 7_000 * MS, true), (Op::Read, 7_000 * MS, true), (Op::Write, 20 * MS, false)]
+    {
+        let mut world = World::new(PolicyKind::RoundRobin, 2, true);
+        world.submit(op, 0, 0);
+        world.turn();
+        let mut losses = 0;
+        while world.ended.is_empty() && losses < 6 {
+            world.run_until(world.now_ns + step_ns);
+            let path = (0..2).find(|path| !world.sectors(*path).is_empty()).expect("a path has it");
+            world.lose(path, false);
+            losses += 1;
+            world.restore(path);
+            if op == Op::Write {
+                world.run_until(world.now_ns + 10 * MS);
+                assert_eq!((world.ended.len(), world.queue.driver_mut().stats().held()), (0, 1), "before the proof");
+                let generation = world.wires[path].borrow().generation - 1;
+                world.fence(path, generation);
+            }
+            world.run_until(world.now_ns + 10 * MS);
+        }
+        assert_eq!(losses, 6);
+        if !ends {
+            (0..2).for_each(|path| world.answer(path, Status::Ok));
+        }
+        assert_eq!(world.statuses(), [if ends { Status::Io } else { Status::Ok }], "{op:?}");
+    }
+}
+
+#[test]
 fn a_path_without_proofs_gets_its_own_writes_again() {
     let mut world = World::new(PolicyKind::RoundRobin, 2, false);
     (0..4).for_each(|at| world.submit(Op::Write, at * 8, 0));

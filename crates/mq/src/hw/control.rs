@@ -45,6 +45,17 @@ impl<D> HwQueue<D> {
         self.memory = memory;
     }
 
+    /// Replaces the memory that segments point into, with bios in the queue: the regions that they name have the same
+    /// numbers in both. For a queue without registered buffers.
+    pub fn change_memory<Cx: ?Sized>(&mut self, cx: &mut Cx, memory: Arc<RegionTable>)
+    where
+        D: Driver<Cx>,
+    {
+        debug_assert!(self.memory.buffers().next().is_none() && self.absent.is_empty(), "buffers would be lost");
+        self.memory = memory;
+        self.driver.change_memory(cx, &self.memory);
+    }
+
     /// Replaces the properties of a namespace: size, limits, caches. An unknown namespace stays unknown.
     ///
     /// # Panics

@@ -6,6 +6,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 
 use blkyard_mem::{Region, View};
 
@@ -28,6 +29,10 @@ pub struct AdminCompletion {
     pub data: Vec<u8>,
 }
 
+/// Lateness of the keep-alive timer, ns: for so long a Keep Alive that waits in its socket is in time, and a queue
+/// executes commands. The rest of the quiesce time is for bytes that arrive late.
+pub const KEEP_ALIVE_LATE_NS: u64 = 500_000_000;
+
 /// What the owner of an I/O queue shares with its controller.
 #[derive(Debug)]
 pub struct ConnectedQueue {
@@ -41,8 +46,8 @@ pub struct ConnectedQueue {
 #[derive(Debug, Default)]
 pub(super) struct CapsuleQueue {
     is_open: bool,
-    /// Whether the keep-alive timer has expired.
-    is_expired: bool,
+    /// When the keep-alive timer expired, ns.
+    expired_ns: Option<u64>,
     /// Slot and cid of the commands that are not complete.
     commands: Vec<(u16, u16)>,
     /// Data of the present command from the host.
@@ -160,6 +165,10 @@ impl Controller {
     /// # Panics
     /// If the controller has its queues in memory, or the slot is in use.
     pub fn submit(&mut self, slot: u16, sqe: &Sqe, input: Vec<u8>, room: usize, now_ns: u64) {
+        if self.is_overdue(now_ns) {
+            // A host that counts on the timer has given the association up, whenever this command was sent.
+            self.expire();
+        }
         self.now_ns = now_ns;
         let Some(capsules) = &mut self.capsules else { panic!("a controller with queues in memory") };
         assert!(capsules.commands.iter().all(|(known, _)| *known != slot), "slot {slot} is in use");
@@ -183,7 +192,40 @@ impl Controller {
 
     /// Whether the keep-alive timer of the association has expired: it is to be ended.
     pub fn is_expired(&self) -> bool {
-        self.capsules.as_ref().is_some_and(|capsules| capsules.is_expired)
+        self.capsules.as_ref().is_some_and(|capsules| capsules.expired_ns.is_some())
+    }
+
+    /// Whether its keep-alive timer should have expired so long ago that no queue serves any more.
+    pub fn is_overdue(&self, now_ns: u64) -> bool {
+        self.capsules.is_some() && self.serves_until_ns() <= now_ns
+    }
+
+    /// The association has ended: no queue executes a further command, whatever its owner does. Returns when its host
+    /// could know of that, ns: not later than its keep-alive timer ends.
+    pub fn end_service(&mut self, now_ns: u64) -> u64 {
+        self.tell_queues(0);
+        let expired_ns = self.capsules.as_ref().and_then(|capsules| capsules.expired_ns);
+        expired_ns.or(self.keep_alive_until_ns).map_or(now_ns, |until_ns| until_ns.min(now_ns))
+    }
+
+    fn serves_until_ns(&self) -> u64 {
+        if self.is_expired() {
+            0
+        } else {
+            self.keep_alive_until_ns.map_or(u64::MAX, |ns| ns.saturating_add(KEEP_ALIVE_LATE_NS))
+        }
+    }
+
+    pub(super) fn tell_queues(&self, until_ns: u64) {
+        for queue in self.cqs.iter().flatten() {
+            queue.shared.serves_until_ns.store(until_ns, Relaxed);
+        }
+    }
+
+    /// Starts the keep-alive timer. Its queues need not wait for the owner of the controller to look at it.
+    pub(super) fn start_keep_alive(&mut self) {
+        self.keep_alive_until_ns = self.features.keep_alive_ns().map(|timeout| self.now_ns.saturating_add(timeout));
+        self.tell_queues(self.serves_until_ns());
     }
 
     /// Adds an I/O queue whose Connect is valid so far. Its owner gets requests of the controller as for queues in
@@ -198,7 +240,8 @@ impl Controller {
             return Err(NvmeStatus::COMMAND_SEQUENCE.with_dnr());
         }
         let shared = Arc::new(IoShared::default());
-        shared.write_through.store(self.is_write_through, std::sync::atomic::Ordering::Relaxed);
+        shared.write_through.store(self.is_write_through, Relaxed);
+        shared.serves_until_ns.store(self.serves_until_ns(), Relaxed);
         let queue =
             IoCompletionQueue { ring: (0, 0), shared: Arc::clone(&shared), is_creating: false, is_deleting: false };
         self.cqs[usize::from(qid)] = Some(queue);
@@ -213,8 +256,9 @@ impl Controller {
 
     pub(super) fn expire(&mut self) {
         if let Some(capsules) = &mut self.capsules {
-            capsules.is_expired = true;
+            capsules.expired_ns = self.keep_alive_until_ns.or(Some(0));
         }
+        self.tell_queues(0);
         self.keep_alive_until_ns = None;
         self.fail();
     }

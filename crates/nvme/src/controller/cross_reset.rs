@@ -3,6 +3,8 @@
 //! A command waits for the reset for [`IMMEDIATE_NS`], and says then whether it is complete. Of a later end the host
 //! learns by an event, and reads the log page.
 
+use serde::{Deserialize, Serialize};
+
 use super::Controller;
 use super::admin::{AdminOutcome, AdminResult, PendingAdmin, refuse};
 use super::capabilities::CROSS_RESETS_MAX;
@@ -14,7 +16,7 @@ use crate::{CROSS_RESET_ENTRIES_MAX, ControllerInstance, CrossResetEntry, CrossR
 const IMMEDIATE_NS: u64 = 20_000_000;
 
 /// The reset of another controller.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(super) struct CrossReset {
     instance: ControllerInstance,
     state: CrossResetState,
@@ -91,6 +93,18 @@ impl Controller {
 
     pub(super) fn cross_reset_deadline_ns(&self) -> Option<u64> {
         self.cross_resets.iter().filter_map(|reset| reset.answer_ns).min()
+    }
+
+    /// Those that the host may read of, for a controller in another process. That asks its owner again for those that
+    /// run. A reset whose command waits begins anew with the command.
+    pub(super) fn saved_resets(&self) -> Vec<CrossReset> {
+        let told = self.cross_resets.iter().filter(|reset| reset.answer_ns.is_none());
+        told.map(|reset| CrossReset { is_taken: reset.state != CrossResetState::Running, ..*reset }).collect()
+    }
+
+    pub(super) fn restore_resets(&mut self, saved: &[CrossReset]) {
+        self.cross_resets = saved.to_vec();
+        self.cross_resets.truncate(CROSS_RESET_ENTRIES_MAX);
     }
 
     /// The log page. Resets whose command waits are not in it.

@@ -99,6 +99,11 @@ impl PendingEvents {
         self.requests.contains(&cid)
     }
 
+    /// The same without requests.
+    pub(crate) fn without_requests(&self) -> PendingEvents {
+        PendingEvents { requests: VecDeque::new(), ..self.clone() }
+    }
+
     /// The cids of all requests.
     pub(crate) fn requests(&self) -> impl ExactSizeIterator<Item = u16> {
         self.requests.iter().copied()

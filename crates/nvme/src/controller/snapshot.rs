@@ -13,6 +13,7 @@ use blkyard_mem::View;
 use serde::{Deserialize, Serialize};
 
 use super::admin::PendingAdmin;
+use super::cross_reset::CrossReset;
 use super::events::{PendingEvents, REQUESTS_MAX};
 use super::features::Features;
 use super::io::{ControllerIoQueue, IoQueueSnapshot, IoShared};
@@ -71,6 +72,17 @@ pub struct ControllerSnapshot {
     flushes: u64,
     keep_alive_until_ns: Option<u64>,
     now_ns: u64,
+    /// Set for a controller over fabrics.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    capsules: Option<CapsulesSnapshot>,
+}
+
+/// State of a controller over fabrics beside that of all.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct CapsulesSnapshot {
+    /// Whether it executes commands other than fabrics commands.
+    is_open: bool,
+    cross_resets: Vec<CrossReset>,
 }
 
 impl ControllerSnapshot {
@@ -88,23 +100,24 @@ impl ControllerSnapshot {
 impl Controller {
     /// Saves the state of a controller and its I/O queues, which are stopped. The controller can continue unchanged.
     ///
+    /// Over fabrics there are no queues: the owner saves the connections. Admin commands that are not complete are
+    /// left out. They are submitted again.
+    ///
     /// # Errors
     /// [`SnapshotError::Busy`]: a request is not executed, or a queue is missing or not at rest.
     pub fn snapshot<'a>(
         &self,
         queues: impl IntoIterator<Item = &'a ControllerIoQueue>,
     ) -> Result<ControllerSnapshot, SnapshotError> {
-        if self.capsules.is_some() {
-            return Err(SnapshotError::Busy("a controller over fabrics cannot be saved"));
-        }
         let is_stopping = self.stopping.is_some_and(|owners| owners > 0) || self.is_resetting;
         if !self.requests.is_empty() || self.remapping > 0 || is_stopping || self.shutdown_flush.is_some() {
             return Err(SnapshotError::Busy("a request to its queues is not executed"));
         }
         let queues: Option<Vec<_>> = queues.into_iter().map(ControllerIoQueue::snapshot).collect();
-        let queues = queues.filter(|queues| queues.len() == self.cqs.iter().flatten().count());
+        let is_over_fabrics = self.capsules.is_some();
+        let queues = queues.filter(|queues| is_over_fabrics || queues.len() == self.cqs.iter().flatten().count());
         let (mut creations, mut deletions) = (Vec::new(), Vec::new());
-        for (token, pending) in &self.pending {
+        for (token, pending) in self.pending.iter().filter(|_| !is_over_fabrics) {
             let cid = self.admin.as_ref().and_then(|pair| pair.cid(*token));
             match (cid, pending) {
                 (Some(cid), PendingAdmin::CreateCq(qid)) => creations.push((cid, *qid)),
@@ -125,7 +138,7 @@ impl Controller {
             creations,
             deletions,
             queues: queues.ok_or(SnapshotError::Busy("a queue is not stopped"))?,
-            events: self.events.clone(),
+            events: if is_over_fabrics { self.events.without_requests() } else { self.events.clone() },
             features: self.features.clone(),
             errors: self.logs.errors.clone(),
             totals,
@@ -135,6 +148,10 @@ impl Controller {
             flushes: self.flushes,
             keep_alive_until_ns: self.keep_alive_until_ns,
             now_ns: self.now_ns,
+            capsules: self
+                .capsules
+                .as_ref()
+                .map(|capsules| CapsulesSnapshot { is_open: capsules.is_open(), cross_resets: self.saved_resets() }),
         })
     }
 
@@ -155,30 +172,63 @@ impl Controller {
         saved: &ControllerSnapshot,
     ) -> Result<Controller, SnapshotError> {
         let mut controller = Controller::new(options, registers, map, namespaces)?;
-        let status = ControllerStatus::from_bits(saved.csts).ok_or(SnapshotError::Invalid("CSTS"))?;
-        if saved.doorbell_stride != controller.options.doorbell_stride {
-            return Err(SnapshotError::Invalid("another doorbell stride"));
-        }
-        if !saved.features.are_of(controller.options.io_queues, controller.options.vectors) {
-            return Err(SnapshotError::Invalid("other numbers of queues or vectors"));
-        }
-        if saved.admin.is_some() != (status.ready && !saved.is_stopped) {
+        controller.restore_state(saved)?;
+        if saved.admin.is_some() != (controller.status.ready && !saved.is_stopped) || saved.capsules.is_some() {
             return Err(SnapshotError::Invalid("the admin queue"));
         }
-        (controller.cc, controller.status) = (saved.cc, status);
-        (controller.admin_addresses, controller.shadow) = (saved.admin_addresses, saved.shadow);
         controller.find_shadow();
-        controller.is_admin_fault_told = saved.is_admin_fault_told;
-        (controller.events, controller.features) = (saved.events.clone(), saved.features.clone());
-        (controller.logs.errors, controller.logs.totals) = (saved.errors.clone(), saved.totals.clone());
-        controller.logs.changed.clone_from(&saved.changed_namespaces);
-        controller.stopping = saved.is_stopped.then_some(0);
-        controller.is_write_through = saved.is_write_through;
-        controller.flushes = saved.flushes;
-        (controller.keep_alive_until_ns, controller.now_ns) = (saved.keep_alive_until_ns, saved.now_ns);
         controller.restore_queues(saved).ok_or(SnapshotError::Invalid("an I/O queue"))?;
         controller.restore_admin(saved).ok_or(SnapshotError::Invalid("the admin queue"))?;
         Ok(controller)
+    }
+
+    /// A controller over fabrics with saved state. The owner then [connects](Controller::connect_queue) the I/O queues
+    /// that it had, and submits the commands that were not complete.
+    ///
+    /// # Errors
+    /// The state is invalid for these options, or the system has no memory left.
+    ///
+    /// # Panics
+    /// As for [`Controller::over_fabrics`].
+    pub fn restore_over_fabrics(
+        options: ControllerOptions,
+        namespaces: NamespaceTable,
+        saved: &ControllerSnapshot,
+    ) -> Result<Controller, SnapshotError> {
+        let mut controller = Controller::over_fabrics(options, namespaces, 0, saved.now_ns)?;
+        controller.restore_state(saved)?;
+        let capsules = saved.capsules.as_ref().ok_or(SnapshotError::Invalid("not over fabrics"))?;
+        let are_none = saved.admin.is_none() && saved.queues.is_empty() && saved.events.requests().len() == 0;
+        if !are_none || (capsules.is_open && (!controller.status.ready || saved.is_stopped)) {
+            return Err(SnapshotError::Invalid("the admin queue"));
+        }
+        if let Some(queue) = &mut controller.capsules {
+            queue.set_open(capsules.is_open);
+        }
+        controller.restore_resets(&capsules.cross_resets);
+        Ok(controller)
+    }
+
+    /// Restores what all controllers have.
+    fn restore_state(&mut self, saved: &ControllerSnapshot) -> Result<(), SnapshotError> {
+        let status = ControllerStatus::from_bits(saved.csts).ok_or(SnapshotError::Invalid("CSTS"))?;
+        if saved.doorbell_stride != self.options.doorbell_stride {
+            return Err(SnapshotError::Invalid("another doorbell stride"));
+        }
+        if !saved.features.are_of(self.options.io_queues, self.options.vectors) {
+            return Err(SnapshotError::Invalid("other numbers of queues or vectors"));
+        }
+        (self.cc, self.status) = (saved.cc, status);
+        (self.admin_addresses, self.shadow) = (saved.admin_addresses, saved.shadow);
+        self.is_admin_fault_told = saved.is_admin_fault_told;
+        (self.events, self.features) = (saved.events.clone(), saved.features.clone());
+        (self.logs.errors, self.logs.totals) = (saved.errors.clone(), saved.totals.clone());
+        self.logs.changed.clone_from(&saved.changed_namespaces);
+        self.stopping = saved.is_stopped.then_some(0);
+        self.is_write_through = saved.is_write_through;
+        self.flushes = saved.flushes;
+        (self.keep_alive_until_ns, self.now_ns) = (saved.keep_alive_until_ns, saved.now_ns);
+        Ok(())
     }
 
     /// Returns `None` for an invalid state.

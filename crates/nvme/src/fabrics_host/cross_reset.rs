@@ -76,14 +76,13 @@ impl FabricsHost {
 
     /// Notes the loss of an association with I/O.
     pub(super) fn note_lost(&mut self) {
-        let declared_ns = u64::from(self.identify.quiesce_ms) * 1_000_000;
-        let quiesce_ns = if declared_ns > 0 { declared_ns } else { self.config.quiesce_ns };
+        let silence_ns = self.own_silence_ns();
         let instance =
             ControllerInstance::of(&self.identify).filter(|instance| Some(instance.id) == self.controller_id);
         if self.lost.is_some() {
-            (self.lost_instance, self.lost_quiesce_ns) = (None, self.lost_quiesce_ns.max(quiesce_ns));
+            (self.lost_instance, self.lost_silence_ns) = (None, self.lost_silence_ns.max(silence_ns));
         } else {
-            (self.lost_instance, self.lost_quiesce_ns) = (instance, quiesce_ns);
+            (self.lost_instance, self.lost_silence_ns) = (instance, silence_ns);
         }
         self.lost = Some((self.association, None));
     }

@@ -277,8 +277,8 @@ pub struct FabricsHost {
     pub(super) lost: Option<(u64, Option<u64>)>,
     /// Its controller, if another one can reset that, and nothing but that one is lost.
     pub(super) lost_instance: Option<ControllerInstance>,
-    /// Quiesce time of its controller, ns.
-    pub(super) lost_quiesce_ns: u64,
+    /// Time after which its controller is silent, ns.
+    pub(super) lost_silence_ns: u64,
     /// Resets of other controllers.
     pub(super) cross_resets: RunningCrossResets,
     /// Whether a lost association may still execute commands at another controller than the last one: that controller
@@ -328,7 +328,7 @@ impl FabricsHost {
             fenced_through: 0,
             lost: None,
             lost_instance: None,
-            lost_quiesce_ns: 0,
+            lost_silence_ns: 0,
             cross_resets: RunningCrossResets::default(),
             is_lost_elsewhere: false,
             has_started: false,

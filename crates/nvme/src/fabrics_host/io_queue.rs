@@ -12,6 +12,10 @@
 //!
 //! Requests at a connection that is lost are given back once its stream is proven closed, without an answer if their
 //! command was sent: until then the kernel may access their memory, and afterwards the target may still execute them.
+//! A request whose commands are cancelled each time fails in place of being sent again ([`Cancellations`]). Where there
+//! is another path, the queue over all paths counts.
+//!
+//! [`Cancellations`]: blkyard_mq::Cancellations
 //!
 //! [`FabricsHost`]: super::FabricsHost
 
@@ -346,9 +350,16 @@ impl FabricsIoQueue {
         }
         while let Some((tag, request, segments)) = batch.take() {
             let slot = tag.index() as u16;
-            if !self.retries.is_empty() && !request.was_requeued() {
-                // Left by a request that was taken to another path.
-                self.retries.forget(&tag);
+            if !self.retries.is_empty() {
+                if !request.was_requeued() {
+                    // Left by a request that was taken to another path.
+                    self.retries.forget(&tag);
+                } else if self.retries.is_exhausted(&tag) {
+                    // Not sooner: now no earlier command of it is executed any more.
+                    self.retries.forget(&tag);
+                    batch.complete(tag, Status::Io);
+                    continue;
+                }
             }
             // The hardware queue has only namespaces that its driver knows.
             let namespace = self.namespaces[usize::from(request.namespace())];
@@ -424,7 +435,7 @@ impl FabricsIoQueue {
         }
         self.ended.clear();
         if self.wants_cancel {
-            self.cancel(done);
+            self.cancel(done, now_ns);
         }
     }
 
@@ -445,7 +456,7 @@ impl FabricsIoQueue {
 
     /// Gives back all requests of a connection whose stream is closed.
     #[cold]
-    fn cancel(&mut self, done: &mut Done<'_>) {
+    fn cancel(&mut self, done: &mut Done<'_>, now_ns: u64) {
         self.wants_cancel = false;
         let mut has_unanswered_writes = false;
         for slot in 0..self.options.depth {
@@ -454,6 +465,9 @@ impl FabricsIoQueue {
             let Some(tag) = self.parked[usize::from(slot)].take() else { continue };
             if was_sent {
                 has_unanswered_writes |= done.request(&tag).0.op().is_write();
+                if !self.options.fails_over {
+                    self.retries.note_cancelled(&tag, now_ns);
+                }
                 done.requeue(tag);
             } else {
                 done.requeue_answered(tag);

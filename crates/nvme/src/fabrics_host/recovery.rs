@@ -306,12 +306,23 @@ impl FabricsHost {
     /// When a lost association is fenced by the time that has passed.
     fn fenced_ns(&self) -> Option<u64> {
         let (_, closed_ns) = self.lost?;
-        Some(closed_ns?.saturating_add(self.silence_ns()))
+        Some(closed_ns?.saturating_add(self.lost_silence_ns))
     }
 
-    /// Time after which a lost association executes no command any more, ns: keep-alive timeout and quiesce time.
+    /// Time after which an association that was lost, or else the present one, executes no command once its streams are
+    /// closed, ns.
     pub fn silence_ns(&self) -> u64 {
-        (u64::from(self.config.keep_alive_ms) * 1_000_000).saturating_add(self.lost_quiesce_ns)
+        if self.lost.is_some() { self.lost_silence_ns } else { self.own_silence_ns() }
+    }
+
+    /// The same of the present association: keep-alive timeout, and the quiesce time that its controller declares. A
+    /// controller that counts traffic looks at intervals of the timeout, so its timer expires after two of them at the
+    /// latest.
+    pub(super) fn own_silence_ns(&self) -> u64 {
+        let declared_ns = u64::from(self.identify.quiesce_ms) * 1_000_000;
+        let quiesce_ns = if declared_ns > 0 { declared_ns } else { self.config.quiesce_ns };
+        let intervals = if self.identify.keeps_alive_by_traffic() { 2 } else { 1 };
+        (intervals * u64::from(self.config.keep_alive_ms) * 1_000_000).saturating_add(quiesce_ns)
     }
 
     /// Handles the timers of a lost association.

@@ -293,7 +293,7 @@ impl FabricsHost {
 
     fn identified(&mut self, now_ns: u64) {
         if self.config.keep_alive_ms > 0 {
-            let is_by_traffic = self.identify.attributes & 1 << 6 != 0;
+            let is_by_traffic = self.identify.keeps_alive_by_traffic();
             let timeout_ns = u64::from(self.config.keep_alive_ms) * 1_000_000;
             self.keep_alive = Some(KeepAlive::new(timeout_ns, is_by_traffic, now_ns));
         }

@@ -210,7 +210,7 @@ impl<T: ControllerTransport> HostController<T> {
             SetupStep::Events => self.set_up(SetupStep::KeepAlive, now_ns),
             SetupStep::KeepAlive => {
                 self.keep_alive = is_ok.then(|| {
-                    let is_by_traffic = self.identify.attributes & 1 << 6 != 0;
+                    let is_by_traffic = self.identify.keeps_alive_by_traffic();
                     KeepAlive::new(u64::from(self.config.keep_alive_ms) * 1_000_000, is_by_traffic, now_ns)
                 });
                 self.set_up(SetupStep::Scan, now_ns);

@@ -137,6 +137,29 @@ pub struct Completed {
     pub result: u64,
 }
 
+/// Positions of a queue pair and of its doorbells, for a report of commands that do not complete.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct QueuePositions {
+    /// Identifier of both queues.
+    pub qid: u16,
+    /// Ring index of the next command.
+    pub sq_tail: u16,
+    /// The last announced tail.
+    pub announced_tail: u16,
+    /// Ring index of the next completion.
+    pub cq_head: u16,
+    /// The last head that the doorbell was written with.
+    pub acknowledged_head: u16,
+    /// Whether a completion is available there.
+    pub is_pending: bool,
+    /// Commands in flight.
+    pub in_flight: u16,
+    /// Tail doorbell as the controller reads it, and its event index with shadow doorbells.
+    pub sq_doorbell: (u32, Option<u32>),
+    /// The same of the head doorbell.
+    pub cq_doorbell: (u32, Option<u32>),
+}
+
 /// State of a slot.
 #[derive(Clone, Copy, Debug, Default)]
 struct CommandSlot {
@@ -270,6 +293,24 @@ impl HostQueuePair {
     /// Fault counters of the controller.
     pub fn faults(&self) -> &Arc<CqeFaults> {
         &self.faults
+    }
+
+    /// Its positions, as this side and the memory have them now.
+    pub fn positions(&self) -> QueuePositions {
+        let HostQueuePair { qid, sq_tail, announced_tail, cq_head, acknowledged_head, in_flight, .. } = *self;
+        let (sq_doorbell, cq_doorbell) = (self.sq_doorbell.words(), self.cq_doorbell.words());
+        let is_pending = self.is_pending();
+        QueuePositions {
+            qid,
+            sq_tail,
+            announced_tail,
+            cq_head,
+            acknowledged_head,
+            is_pending,
+            in_flight,
+            sq_doorbell,
+            cq_doorbell,
+        }
     }
 
     /// The cid of the command in a slot, for an Abort; `None` if there is none.

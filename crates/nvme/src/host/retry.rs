@@ -1,14 +1,13 @@
 //! Retries of failed commands: a request ends, or is submitted again at once or after a delay.
 
-use blkyard_mq::{Done, ErrorCode, Status, Tag};
+use blkyard_mq::{Cancellations, Done, ErrorCode, Status, Tag};
 
 use crate::{IdentifyController, NvmeStatus};
 
 /// Maximum retries of a request, as in Linux.
 pub const RETRIES_MAX: u8 = 5;
-/// Time for which a command that was cancelled, or could not be started, is submitted again; ns. It is the default
-/// timeout of an I/O, here and in Linux, and longer than a reset of a live controller.
-pub const CANCELLED_RETRY_NS: u64 = 30_000_000_000;
+/// Time for which a command that was cancelled, or could not be started, is submitted again; ns.
+pub const CANCELLED_RETRY_NS: u64 = Cancellations::TIME_NS;
 /// Delay of such a retry, ns.
 const CANCELLED_DELAY_NS: u64 = 100_000_000;
 /// Unit of the controller's retry delays, ns.
@@ -52,16 +51,6 @@ impl Disposition {
         Disposition::Retry(delays.of(status))
     }
 
-    /// Disposition of a request that so many earlier resets have cancelled, the first one so long ago. The number alone
-    /// is no reason to fail it: a controller may restart often. Nor is the time: it may have been away. Both together
-    /// bound a request that is itself the cause of the resets.
-    pub fn of_reset(resets: u8, elapsed_ns: u64) -> Disposition {
-        if resets >= RETRIES_MAX && elapsed_ns >= CANCELLED_RETRY_NS {
-            return Disposition::Complete;
-        }
-        Disposition::Retry(0)
-    }
-
     /// Disposition of a request whose commands were cancelled, or not started, for so long.
     pub fn of_cancelled(elapsed_ns: u64) -> Disposition {
         match elapsed_ns {
@@ -75,15 +64,15 @@ impl Disposition {
 #[derive(Clone, Copy, Debug, Default)]
 struct RetryState {
     count: u8,
-    /// Resets that have cancelled a command of it.
-    resets: u8,
-    /// When a command was first cancelled, ns.
+    /// Commands that resets have cancelled.
+    cancelled: Cancellations,
+    /// When a command was first cancelled, or not started, by the system; ns.
     cancelled_ns: Option<u64>,
 }
 
 impl RetryState {
     fn is_set(self) -> bool {
-        self.count > 0 || self.cancelled_ns.is_some()
+        self.count > 0 || self.cancelled.is_set() || self.cancelled_ns.is_some()
     }
 }
 
@@ -160,23 +149,30 @@ impl Retries {
     }
 
     /// Handles a command that a reset or the loss of the controller has cancelled. Its request is submitted again at
-    /// once, and in order. That is no retry: [`Disposition::of_reset`] bounds it.
+    /// once, and in order. That is no retry: [`Cancellations`] bound it.
     #[cold]
     pub fn finish_reset(&mut self, tag: Tag, done: &mut Done<'_>, now_ns: u64) {
-        let state = &mut self.states[tag.index()];
-        let first_ns = state.cancelled_ns.unwrap_or(now_ns);
-        match Disposition::of_reset(state.resets, now_ns.saturating_sub(first_ns)) {
-            Disposition::Complete => {
-                self.forget(&tag);
-                done.note_code(tag.index(), ErrorCode::Nvme(NvmeStatus::HOST_ABORTED.0));
-                done.complete(tag, Status::Io);
-            }
-            Disposition::Retry(_) => {
-                self.retried += usize::from(!state.is_set());
-                (state.resets, state.cancelled_ns) = (state.resets.saturating_add(1), Some(first_ns));
-                done.requeue(tag);
-            }
+        if self.note_cancelled(&tag, now_ns) {
+            self.forget(&tag);
+            done.note_code(tag.index(), ErrorCode::Nvme(NvmeStatus::HOST_ABORTED.0));
+            done.complete(tag, Status::Io);
+        } else {
+            done.requeue(tag);
         }
+    }
+
+    /// Counts a command that the loss of its controller has cancelled. Returns whether its request is to fail.
+    #[cold]
+    pub fn note_cancelled(&mut self, tag: &Tag, now_ns: u64) -> bool {
+        let state = &mut self.states[tag.index()];
+        self.retried += usize::from(!state.is_set());
+        state.cancelled.add(now_ns)
+    }
+
+    /// Whether the last command of a request was cancelled, and the request is to fail.
+    #[cold]
+    pub fn is_exhausted(&self, tag: &Tag) -> bool {
+        self.states[tag.index()].cancelled.is_exhausted()
     }
 
     /// Goes on with the counts of another queue whose requests, none of which waits there, come here. Requests have the
@@ -280,16 +276,6 @@ mod tests {
         assert_eq!(of(delayed(1), 0), Disposition::Retry(100_000_000));
         assert_eq!(of(delayed(2), 0), Disposition::Retry(0), "a delay that the controller does not name");
         assert_eq!(of(delayed(3), 1), Disposition::Retry(3_000_000_000));
-    }
-
-    #[test]
-    fn resets_fail_a_request_only_if_many_and_over_long() {
-        let (max, long_ns) = (RETRIES_MAX, CANCELLED_RETRY_NS);
-        for (resets, elapsed_ns) in [(0, 0), (u8::MAX, long_ns - 1), (max - 1, u64::MAX), (0, long_ns)] {
-            let disposition = Disposition::of_reset(resets, elapsed_ns);
-            assert_eq!(disposition, Disposition::Retry(0), "{resets}, {elapsed_ns} ns");
-        }
-        assert_eq!(Disposition::of_reset(max, long_ns), Disposition::Complete);
     }
 
     #[test]

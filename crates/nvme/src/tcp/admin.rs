@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use blkyard_mem::{Region, RegionTable, Segment};
 
-use super::{SendList, TcpEnd, TcpTargetEvent, TcpTargetOptions, TcpTargetQueue, TcpTransfer};
+use super::{SendList, TcpEnd, TcpQueueSnapshot, TcpTargetEvent, TcpTargetOptions, TcpTargetQueue, TcpTransfer};
 use crate::fabrics::FABRICS_OPCODE;
 use crate::{AdminCompletion, NvmeStatus, PAGE, Sqe};
 
@@ -44,7 +44,7 @@ pub struct TcpAdminQueue {
     memory: RegionTable,
     /// Maximum data of an answer.
     output_bytes: u32,
-    /// Commands whose data is being received, by slot.
+    /// Commands by slot.
     sqes: Vec<Sqe>,
     /// Answers with data that wait for the memory.
     waiting: VecDeque<AdminCompletion>,
@@ -93,6 +93,45 @@ impl TcpAdminQueue {
     /// The queue of the connection, which is an I/O queue.
     pub fn into_queue(self) -> TcpTargetQueue {
         self.tcp
+    }
+
+    /// Saves the state, and adds the bytes that belong to it. Commands that were not answered come again. `None` if the
+    /// connection has ended, something is to be sent, or a command with data waits for its answer.
+    pub fn snapshot(&self, bytes: &mut Vec<u8>) -> Option<TcpQueueSnapshot> {
+        if !self.waiting.is_empty() || self.sending.is_some() {
+            return None;
+        }
+        self.tcp.snapshot(&self.memory, |slot| self.sqes[usize::from(slot)], bytes)
+    }
+
+    /// A connection with saved state, `open` with so many slots and output bytes if it is an admin queue. Takes the
+    /// bytes that belong to its commands; those to be received first are next. `None` if the state is invalid, or the
+    /// system has no memory left.
+    ///
+    /// # Panics
+    /// As for [`TcpTargetQueue::new`].
+    pub fn restore(
+        options: TcpTargetOptions,
+        open: Option<(u16, u32)>,
+        saved: &TcpQueueSnapshot,
+        bytes: &mut &[u8],
+    ) -> Option<TcpAdminQueue> {
+        let mut queue = TcpAdminQueue::new(options).ok()?;
+        queue.tcp = TcpTargetQueue::restore(TcpTargetOptions { slots: 1, segments_max: 1, ..options }, saved)?;
+        if let Some((slots, output_bytes)) = open {
+            queue.open(slots, output_bytes).ok()?;
+        }
+        for requested in saved.requested() {
+            let (slot, len) = (requested.slot(), requested.bytes());
+            *queue.sqes.get_mut(usize::from(slot))? = *requested.sqe();
+            let segment = Some(input_of(slot, len)).filter(|_| len <= INPUT_BYTES)?;
+            let data = requested.take_data(bytes)?;
+            let is_whole = queue.tcp.restore_command(requested, &queue.memory, std::iter::once(segment), data)?;
+            if is_whole {
+                return None;
+            }
+        }
+        Some(queue)
     }
 
     /// Reason for the end of the connection.
@@ -178,13 +217,13 @@ impl TcpAdminQueue {
     fn begin(&mut self, slot: u16, sqe: Sqe, transfer: TcpTransfer) -> Option<TcpAdminEvent> {
         let direction = if sqe.opcode() == FABRICS_OPCODE { sqe.nsid() as u8 } else { sqe.opcode() } & 3;
         let is_from_host = direction == 1;
+        self.sqes[usize::from(slot)] = sqe;
         match transfer {
             TcpTransfer::InCapsule(bytes) | TcpTransfer::Transport(bytes) if is_from_host => {
                 if bytes > INPUT_BYTES {
                     self.tcp.respond(slot, NvmeStatus::INVALID_DATA_SGL_LENGTH.with_dnr(), 0);
                     return None;
                 }
-                self.sqes[usize::from(slot)] = sqe;
                 let is_given = self.tcp.receive_data(&self.memory, slot, std::iter::once(input_of(slot, bytes)));
                 debug_assert!(is_given, "each slot has memory for its data");
                 None

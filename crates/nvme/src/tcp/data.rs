@@ -99,6 +99,13 @@ impl CommandData {
         if bytes == max.min(self.left()) { bytes } else { bytes - (self.done + bytes) % 4 }
     }
 
+    /// The segments before the cursor.
+    pub(super) fn received(&self) -> impl Iterator<Item = Segment> {
+        let whole = self.segments[..self.index].iter().copied();
+        let part = self.segments.get(self.index).filter(|_| self.within > 0);
+        whole.chain(part.map(|segment| Segment { len: self.within, ..*segment }))
+    }
+
     /// Moves the cursor by `bytes`.
     pub(super) fn skip(&mut self, mut bytes: u32) {
         while bytes > 0 {

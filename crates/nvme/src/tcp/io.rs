@@ -19,7 +19,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use blkyard_mem::{RegionTable, Segment};
 use blkyard_mq::{Bio, BioFlags, Op, Retry, Status};
 
-use super::{SendList, TcpEnd, TcpTargetEvent, TcpTargetQueue, TcpTransfer};
+use super::{SendList, TcpEnd, TcpQueueSnapshot, TcpTargetEvent, TcpTargetQueue, TcpTransfer};
 use crate::controller::IoShared;
 use crate::fabrics::{FABRICS_OPCODE, FabricsCommand, fabrics_status};
 use crate::{
@@ -97,6 +97,8 @@ pub struct TcpIoQueue {
     commands: Box<[TcpIoCommand]>,
     /// Commands with their data, in order.
     ready: VecDeque<u16>,
+    /// Those before them that wait for the end of commands at their devices, in order.
+    held: VecDeque<u16>,
     /// Commands that wait for pages of the pool, in order.
     starved: VecDeque<u16>,
     /// Free pages of the pool.
@@ -145,6 +147,7 @@ impl TcpIoQueue {
             parser: IoParser::new(transfer_bytes.into()),
             commands: std::iter::repeat_with(command).take(slots).collect(),
             ready: VecDeque::with_capacity(slots),
+            held: VecDeque::with_capacity(slots),
             starved: VecDeque::with_capacity(slots),
             // Taken from the end: ascending.
             pages: (0..pool_bytes / PAGE as u32).rev().collect(),
@@ -164,6 +167,13 @@ impl TcpIoQueue {
         }
     }
 
+    /// Time from which the queue is to execute no further command, ns by the clock of its controller: to be compared
+    /// before bios are fetched or given to a device.
+    #[inline]
+    pub fn serves_until_ns(&self) -> u64 {
+        self.shared.serves_until_ns.load(Relaxed)
+    }
+
     /// Identifier of the queue.
     pub fn qid(&self) -> u16 {
         self.qid
@@ -172,6 +182,11 @@ impl TcpIoQueue {
     /// Entries of the host's queue.
     pub fn entries(&self) -> u16 {
         self.options.entries
+    }
+
+    /// Whether the head of the queue is reported to the host.
+    pub fn has_flow_control(&self) -> bool {
+        self.options.has_flow_control
     }
 
     /// Its memory.
@@ -242,6 +257,31 @@ impl TcpIoQueue {
         !self.is_stopped && (self.expansion.is_some() || !self.ready.is_empty())
     }
 
+    /// Holds back, in order, the commands for these devices that have not begun, and no others. Devices are bits, by
+    /// number modulo 64.
+    #[cold]
+    pub fn hold(&mut self, devices: u64) {
+        self.held.append(&mut self.ready);
+        for _ in 0..self.held.len() {
+            let Some(slot) = self.held.pop_front() else { return };
+            let is_held = self.devices_of(slot) & devices > 0;
+            if is_held { self.held.push_back(slot) } else { self.ready.push_back(slot) }
+        }
+    }
+
+    /// Devices that have its commands, as bits modulo 64.
+    #[cold]
+    pub fn devices_out(&self) -> u64 {
+        let out = (0..self.options.entries).filter(|slot| self.commands[usize::from(*slot)].bios > 0);
+        out.fold(0, |all, slot| all | self.devices_of(slot))
+    }
+
+    /// Devices of a command: one, or all.
+    fn devices_of(&self, slot: u16) -> u64 {
+        let namespace = self.namespaces.find(self.commands[usize::from(slot)].sqe.nsid());
+        namespace.map_or(u64::MAX, |namespace| 1 << (namespace.device % 64))
+    }
+
     /// Handles the end of a bio of the command in this slot. Answers the command after its last bio.
     ///
     /// # Panics
@@ -281,6 +321,40 @@ impl TcpIoQueue {
         self.stop();
     }
 
+    /// Saves the state of a queue without bios in flight, and adds the bytes that belong to it. Commands that were not
+    /// answered are executed again from their start. `None` if it has ended, or something is to be sent.
+    pub fn snapshot(&self, bytes: &mut Vec<u8>) -> Option<TcpQueueSnapshot> {
+        if self.is_stopped || self.bios_out > 0 {
+            return None;
+        }
+        let sqe_of = |slot: u16| self.commands[usize::from(slot)].sqe;
+        self.tcp.snapshot(&self.memory.table, sqe_of, bytes)
+    }
+
+    /// Restores commands of a queue that was made with the [restored](TcpTargetQueue::restore) connection. Takes the
+    /// bytes that belong to them; those to be received first are next. `None` if the state is invalid.
+    pub fn restore_commands(&mut self, saved: &TcpQueueSnapshot, bytes: &mut &[u8]) -> Option<()> {
+        for requested in saved.requested() {
+            let (slot, len) = (requested.slot(), requested.bytes());
+            let command = self.commands.get_mut(usize::from(slot))?;
+            (command.sqe, command.status) = (*requested.sqe(), Status::Ok);
+            if !(1..=self.options.transfer_bytes).contains(&len) || !self.reserve(slot, len) {
+                return None;
+            }
+            let segments = self.commands[usize::from(slot)].segments.iter().copied();
+            let data = requested.take_data(bytes)?;
+            if self.tcp.restore_command(requested, &self.memory.table, segments, data)? {
+                self.ready.push_back(slot);
+            }
+        }
+        Some(())
+    }
+
+    /// A bio has come back without an answer of its device before the state was saved.
+    pub fn set_uncertain(&mut self, is_uncertain: bool) {
+        self.is_uncertain = is_uncertain;
+    }
+
     /// Drops the commands that are not with the device.
     fn stop(&mut self) {
         self.is_stopped = true;
@@ -291,7 +365,7 @@ impl TcpIoQueue {
                 self.finish_with(slot, NvmeStatus::SQ_DELETED);
             }
         }
-        for slot in self.ready.drain(..).chain(self.starved.drain(..)) {
+        for slot in self.held.drain(..).chain(self.ready.drain(..)).chain(self.starved.drain(..)) {
             self.tcp.respond(slot, NvmeStatus::SQ_DELETED, 0);
         }
     }
@@ -436,17 +510,24 @@ impl TcpIoQueue {
 
     /// Gives a command memory for its data, or has it wait.
     fn provide(&mut self, slot: u16, bytes: u32) {
-        let in_capsule = self.options.in_capsule;
-        if bytes <= in_capsule {
-            let offset = self.memory.offset + u64::from(slot) * u64::from(in_capsule);
-            let segment = Segment { region: self.memory.region, offset, len: bytes };
-            self.commands[usize::from(slot)].segments.push(segment);
-            self.transfer(slot);
-        } else if self.starved.is_empty() && self.take_pages(slot, bytes) {
+        let may_take = bytes <= self.options.in_capsule || self.starved.is_empty();
+        if may_take && self.reserve(slot, bytes) {
             self.transfer(slot);
         } else {
             self.starved.push_back(slot);
         }
+    }
+
+    /// Takes memory for the data of a command. False if there are too few pages.
+    fn reserve(&mut self, slot: u16, bytes: u32) -> bool {
+        let in_capsule = self.options.in_capsule;
+        if bytes > in_capsule {
+            return self.take_pages(slot, bytes);
+        }
+        let offset = self.memory.offset + u64::from(slot) * u64::from(in_capsule);
+        let segment = Segment { region: self.memory.region, offset, len: bytes };
+        self.commands[usize::from(slot)].segments.push(segment);
+        true
     }
 
     /// Gives a command pages of the pool. False if there are too few.

@@ -24,7 +24,7 @@ pub use blkyard_mq::SendPiece;
 pub use host::{TcpDirection, TcpHostEvent, TcpHostOptions, TcpHostQueue};
 pub use io::{TcpDataMemory, TcpIoQueue, TcpIoQueueOptions};
 pub use list::SendList;
-pub use target::{TcpTargetEvent, TcpTargetOptions, TcpTargetQueue, TcpTransfer};
+pub use target::{TcpQueueSnapshot, TcpTargetEvent, TcpTargetOptions, TcpTargetQueue, TcpTransfer};
 
 use blkyard_wire::nvme_tcp::{PduError, TermReq};
 

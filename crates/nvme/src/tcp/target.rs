@@ -11,6 +11,8 @@
 //! Before a slot is released, or the owner has said where in-capsule data belongs, no more bytes are taken: TCP holds
 //! up the host. One R2T of a command is outstanding at most, for all of its data.
 
+mod snapshot;
+
 use std::collections::VecDeque;
 
 use blkyard_mem::{RegionTable, Segment};
@@ -19,6 +21,7 @@ use blkyard_wire::nvme_tcp::{
     R2t, TermReq,
 };
 
+pub use self::snapshot::TcpQueueSnapshot;
 use super::data::CommandData;
 use super::list::{SendList, update_digest};
 use super::{TcpEnd, sgl};

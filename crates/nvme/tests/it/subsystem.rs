@@ -10,7 +10,8 @@ use blkyard_nvme::{
     ANA_LOG, AdminCompletion, AnaGroup, AnaGroups, AnaLog, AnaState, ConnectRefusal, Connected, Controller,
     ControllerOptions, ControllerQueueCommand, ControllerQueueReply, ControllerRequest, DISCOVERY_LOG, DiscoveryEntry,
     DiscoveryHeader, DiscoveryKind, DiscoveryLog, FabricsOptions, FabricsSubsystem, IDENTIFY_BYTES, IdentifyController,
-    IdentifyNamespace, NamespaceTable, NvmeStatus, Psdt, ServedNamespace, Sqe, SubsystemOptions, admin, cns, feature,
+    IdentifyNamespace, KEEP_ALIVE_LATE_NS, NamespaceTable, NvmeStatus, Psdt, ServedNamespace, Sqe, SubsystemOptions,
+    admin, cns, feature,
 };
 
 pub const FIRST_ID: u16 = 2001;
@@ -307,6 +308,23 @@ fn keep_alive_timeout_ends_the_association() {
     assert!(!controller.is_expired());
     controller.poll(8000 * NS_PER_MS);
     assert!(controller.is_expired() && controller.deadline_ns().is_none());
+}
+
+/// A host counts on the end of the timer, whenever the target looks at it.
+#[test]
+fn a_keep_alive_long_after_the_timer_ends_the_association() {
+    for (late_ns, is_in_time) in [(KEEP_ALIVE_LATE_NS - 1, true), (KEEP_ALIVE_LATE_NS, false)] {
+        let (mut target, id) = associated();
+        let controller = &mut target.association(id).unwrap().controller;
+        let now_ns = 5000 * NS_PER_MS + late_ns;
+        assert_eq!(controller.is_overdue(now_ns), !is_in_time);
+        controller.submit(1, &Sqe::new(admin::KEEP_ALIVE, 0), Vec::new(), 0, now_ns);
+        assert_eq!(controller.take_completion().unwrap().status.is_success(), is_in_time);
+        assert_eq!(controller.is_expired(), !is_in_time);
+        // Of its end others may count the time from the end of the timer.
+        let since_ns = if is_in_time { now_ns } else { 5000 * NS_PER_MS };
+        assert_eq!(controller.end_service(now_ns), since_ns);
+    }
 }
 
 #[test]

@@ -142,7 +142,7 @@ impl Poller<Ring> for OneByOne {
 #[test]
 fn a_lane_that_sleeps_is_woken_by_the_eventfd_of_a_device() {
     let start = Instant::now();
-    let policy = IdlePolicy { spin_ns: 0 };
+    let policy = IdlePolicy::up_to(0);
     let config = LaneConfig { name: "eventfd-driver".into(), policy, ..LaneConfig::default() };
     let pollers = |_: &mut Ring| (0..3).map(|_| OneByOne { queue: queue(4), left: ROUNDS }).collect();
     spawn(config, pollers).unwrap().join().unwrap();

@@ -132,7 +132,7 @@ fn parked_poller_is_unparked_for_its_streams() {
         let (sockets, mut peers) = pairs(1);
         let (rounds, over) = (Arc::default(), Arc::new(AtomicBool::new(false)));
         let (echo, busy) = (Echo::new(sockets, &rounds), Kind::Busy(Arc::clone(&over)));
-        let config = LaneConfig { name: "parks".into(), policy: IdlePolicy { spin_ns }, ..LaneConfig::default() };
+        let config = LaneConfig { name: "parks".into(), policy: IdlePolicy::up_to(spin_ns), ..LaneConfig::default() };
         let lane = spawn(config, move |_| vec![Kind::Echo(echo), busy]).unwrap();
         let peer = &mut peers[0];
         for round in 0..20 {
@@ -161,7 +161,7 @@ fn lane_that_sleeps_wakes_for_each_of_its_streams() {
     let (sockets, mut peers) = pairs(200);
     let rounds = Arc::default();
     let echo = Kind::Echo(Echo::new(sockets, &rounds));
-    let config = LaneConfig { name: "wakes".into(), policy: IdlePolicy { spin_ns: 0 }, ..LaneConfig::default() };
+    let config = LaneConfig { name: "wakes".into(), policy: IdlePolicy::up_to(0), ..LaneConfig::default() };
     let lane = spawn(config, move |_| vec![echo]).unwrap();
     for round in 0..5 {
         peers.iter_mut().for_each(|peer| exchange(peer, round));

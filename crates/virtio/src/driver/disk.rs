@@ -9,13 +9,16 @@ use crate::Features;
 use crate::config::field;
 
 /// Features supported by this driver. It needs [`Features::VERSION_1`]; the others are used where offered.
+///
+/// Without [`Features::CONFIG_WCE`]: a device that can flush is then in write-back mode, and is flushed [5.2.6.2]. With
+/// it the device would say whether it needs to be; qemu-storage-daemon 10.0 says no, and holds back writes all the
+/// same.
 pub const DRIVER_FEATURES: Features = Features::SIZE_MAX
     .union(Features::SEG_MAX)
     .union(Features::RO)
     .union(Features::BLK_SIZE)
     .union(Features::FLUSH)
     .union(Features::TOPOLOGY)
-    .union(Features::CONFIG_WCE)
     .union(Features::MQ)
     .union(Features::DISCARD)
     .union(Features::WRITE_ZEROES)
@@ -164,8 +167,6 @@ fn read(name: &str, features: Features, space: &Space<'_>, ring_size: u16) -> Re
     if queues == 0 {
         return Err(ConfigCause::NoQueues);
     }
-    // Without a way to flush a device must not hold back writes. [5.2.6.2]
-    let write_back = !has(Features::CONFIG_WCE) || space.u8(field::WCE, "cache mode")? != 0;
     let block_sectors = u64::from(limits.logical_block_bytes >> SECTOR_SHIFT);
     let info = DeviceInfo {
         name: name.into(),
@@ -173,7 +174,8 @@ fn read(name: &str, features: Features, space: &Space<'_>, ring_size: u16) -> Re
         capacity_sectors: sectors - sectors % block_sectors,
         limits,
         read_only: has(Features::RO),
-        volatile_cache: has(Features::FLUSH) && write_back,
+        // Without a way to flush a device must not hold back writes. [5.2.6.2]
+        volatile_cache: has(Features::FLUSH),
         fua: false,
         // virtio cannot say.
         rotational: false,

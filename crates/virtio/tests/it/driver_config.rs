@@ -105,7 +105,7 @@ fn limits_are_those_of_the_device_as_far_as_there_is_room() {
 }
 
 #[test]
-fn a_cache_is_volatile_if_it_can_be_flushed_and_is_not_written_through() {
+fn a_cache_is_volatile_if_it_can_be_flushed_whatever_wce_says() {
     let wce = |value| {
         let mut space = space();
         space[32] = value;
@@ -113,7 +113,7 @@ fn a_cache_is_volatile_if_it_can_be_flushed_and_is_not_written_through() {
     };
     for (features, value, want) in [
         (all(), 1, true),
-        (all(), 0, false),
+        (all(), 0, true),
         (all() - Features::CONFIG_WCE, 0, true),
         (all() - Features::FLUSH, 1, false),
     ] {

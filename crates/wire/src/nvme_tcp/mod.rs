@@ -17,7 +17,7 @@ mod reader;
 pub use digest::{Crc32c, DIGEST_BYTES};
 pub use error::{FatalStatus, PduError};
 pub use pdu::{C2hData, EncodedPdu, Framing, H2cData, IcReq, IcResp, Pdu, PduType, R2t, TermReq};
-pub use reader::{DataLimits, PduEvent, PduReader, PduSender};
+pub use reader::{DataLimits, PduEvent, PduReader, PduSender, UnfinishedPdu};
 
 /// Bytes of the common header, with which each PDU begins.
 pub const COMMON_BYTES: usize = 8;

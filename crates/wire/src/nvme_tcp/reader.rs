@@ -41,6 +41,19 @@ pub enum PduEvent<'a> {
     },
 }
 
+/// The PDU that a stream is in the middle of, for a reader that continues elsewhere.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct UnfinishedPdu {
+    /// Its bytes before the data, as far as received. Padding is zero.
+    pub header: Vec<u8>,
+    /// Bytes of its data that have come.
+    pub data: u32,
+    /// Its data digest, as far as received.
+    pub digest: Vec<u8>,
+    /// Bytes from there to its end, once all bytes before the data have come.
+    pub left: u32,
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Stage {
     /// The first eight bytes of a header.
@@ -121,6 +134,33 @@ impl PduReader {
     /// Bytes of the current PDU's data that have not arrived.
     pub fn data_left(&self) -> u32 {
         if self.stage == Stage::Data { self.left } else { 0 }
+    }
+
+    /// Whether the connection is initialized.
+    pub fn is_started(&self) -> bool {
+        self.is_started
+    }
+
+    /// What has come of the present PDU; all empty between two of them.
+    pub fn unfinished(&self) -> UnfinishedPdu {
+        let mut header = self.header[..self.have.min(self.header.len())].to_vec();
+        header.resize(self.have, 0);
+        let after = if self.has_data_digest { DIGEST_BYTES } else { 0 };
+        let total = u32::from_le_bytes(self.array(4)).saturating_sub((self.before_data + after) as u32);
+        match self.stage {
+            Stage::Common | Stage::Header | Stage::Padding if !self.is_between => {
+                UnfinishedPdu { header, ..UnfinishedPdu::default() }
+            }
+            Stage::Data => {
+                let data = total.saturating_sub(self.left);
+                UnfinishedPdu { header, data, digest: Vec::new(), left: self.left + after as u32 }
+            }
+            Stage::Digest => {
+                let digest = self.received_digest[..DIGEST_BYTES - self.left as usize].to_vec();
+                UnfinishedPdu { header, data: total, digest, left: self.left }
+            }
+            _ => UnfinishedPdu::default(),
+        }
     }
 
     /// The next bytes of data were received directly into their destination. Returns the digest, to be updated with

@@ -365,6 +365,16 @@ impl<S: QueueSession> QueueRemote<S> {
         self.commands.ask(|answer| ClientCommand::Run(Box::new(setup), answer))
     }
 
+    /// The same for a queue with a poller, without a wait: the answer comes once its lane has read the command.
+    ///
+    /// # Errors
+    /// Its lane has ended.
+    pub fn begin_run(&self, setup: S::Setup) -> Result<Receiver<Result<(), String>>, LaneGone> {
+        let (answer, wait) = channel();
+        self.commands.send(ClientCommand::Run(Box::new(setup), answer))?;
+        Ok(wait)
+    }
+
     /// Requests suspension. Several queues may be asked before the first is awaited.
     ///
     /// # Errors

@@ -1,20 +1,27 @@
 //! Associations of an export: their controllers' work and flushes, and their end.
 
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 
-use blkyard_nvme::{ControllerQueueCommand, ControllerRequest};
+use blkyard_nvme::{ControllerQueueCommand, ControllerRequest, KEEP_ALIVE_LATE_NS};
 
 use super::super::connection::{ConnectionPhase, TargetConnection};
-use super::{DRAIN_POLL, IoQueueState, NvmeTcpError, NvmeTcpSession, RunningFlush, ServedConnection};
+use super::{
+    DRAIN_POLL, EndingAssociation, IoQueueState, NvmeTcpError, NvmeTcpSession, RunningFlush, ServedConnection,
+};
 
 impl NvmeTcpSession {
     /// Ends an association: no further command of it is executed.
     pub(super) fn end_association(&mut self, id: u16, now: Instant) -> Result<(), NvmeTcpError> {
-        if self.ending.contains(&id) || self.subsystem.association(id).is_none() {
+        let now_ns = self.now_ns(now);
+        let Some(association) = self.subsystem.association(id).filter(|_| !self.ending.contains_key(&id)) else {
             return Ok(());
-        }
-        self.ending.push(id);
+        };
+        let since_ns = association.controller.end_service(now_ns);
+        let host = (association.host().clone(), association.host_id());
+        let hold = self.config.disk.ports.hold_of(&host);
+        self.ending.insert(id, EndingAssociation { since_ns, host: host.0, hold, is_told: false });
         for connection in self.connections.values_mut() {
             if matches!(connection.phase, ConnectionPhase::Admin(of) if of == id) {
                 connection.close(now);
@@ -25,8 +32,33 @@ impl NvmeTcpSession {
                 self.end_queue(number)?;
             }
         }
+        self.hold_hosts(now);
         self.drain_at = Some(now);
         Ok(())
+    }
+
+    /// Has commands wait, at all ports, of hosts whose associations have ended and of which a device still has
+    /// commands: by now the host may count on their end.
+    fn hold_hosts(&mut self, now: Instant) {
+        let (now_ns, mut has_fewer) = (self.now_ns(now), false);
+        for (id, ending) in &mut self.ending {
+            let queues = self.queues.iter().flatten().filter(|queue| queue.controller == *id);
+            let devices = queues.fold(0, |all, queue| all | queue.devices.load(Relaxed));
+            if now_ns < ending.since_ns.saturating_add(KEEP_ALIVE_LATE_NS) {
+                continue;
+            }
+            has_fewer |= ending.hold.set(*id, devices);
+            if devices > 0 && !std::mem::replace(&mut ending.is_told, true) {
+                let host = &ending.host;
+                self.log.warn(format_args!(
+                    "commands of host {host} wait: a device has not ended those of controller {id}, whose association \
+                     has ended; check the device"
+                ));
+            }
+        }
+        if has_fewer {
+            self.config.disk.ports.tell_released();
+        }
     }
 
     /// An association has ended, and its last command is back.
@@ -57,7 +89,7 @@ impl NvmeTcpSession {
             self.obey(id, request)?;
         }
         self.pass_on_resets(id);
-        if is_expired && !self.ending.contains(&id) {
+        if is_expired && !self.ending.contains_key(&id) {
             let host = self.subsystem.association(id).map(|association| association.host().to_string());
             let host = host.unwrap_or_default();
             self.log.warn(format_args!("host {host} is disconnected: its keep-alive timer has expired"));
@@ -133,6 +165,34 @@ impl NvmeTcpSession {
         }
     }
 
+    /// Waits until then for a flush.
+    pub(super) fn finish_flush(&mut self, place: usize, until: Option<Instant>) -> Result<(), NvmeTcpError> {
+        let Some(is_durable) = self.flushes[place].pending.wait_until(until)? else { return Ok(()) };
+        let RunningFlush { controller, number, queue, has_session, .. } = self.flushes.swap_remove(place);
+        if has_session {
+            // It has no request: this ends at once.
+            self.config.queues[queue].suspend()?.wait()?;
+        }
+        self.report_flush(controller, number, is_durable);
+        self.advance(controller, Instant::now())
+    }
+
+    /// Removes the associations that have ended, if their last command is back.
+    pub(super) fn remove_ended(&mut self, now: Instant) -> Result<(), NvmeTcpError> {
+        self.hold_hosts(now);
+        for id in self.ending.keys().copied().collect::<Vec<_>>() {
+            if self.queues.iter().flatten().any(|queue| queue.controller == id) {
+                continue;
+            }
+            if self.ending.remove(&id).is_some_and(|ending| ending.hold.set(id, 0)) {
+                self.config.disk.ports.tell_released();
+            }
+            self.removed(id);
+            self.reconnect(now)?;
+        }
+        Ok(())
+    }
+
     /// Looks at queues that drain and at flushes, and ends what has drained.
     pub(super) fn drain(&mut self, now: Instant) -> Result<(), NvmeTcpError> {
         if self.drain_at.is_none_or(|at| at > now) {
@@ -140,28 +200,14 @@ impl NvmeTcpSession {
         }
         self.drain_at = None;
         for place in (0..self.flushes.len()).rev() {
-            let Some(is_durable) = self.flushes[place].pending.wait_until(Some(now))? else { continue };
-            let RunningFlush { controller, number, queue, has_session, .. } = self.flushes.swap_remove(place);
-            if has_session {
-                // It has no request: this ends at once.
-                self.config.queues[queue].suspend()?.wait()?;
-            }
-            self.report_flush(controller, number, is_durable);
-            self.advance(controller, now)?;
+            self.finish_flush(place, Some(now))?;
         }
         for number in 0..self.queues.len() {
             self.drain_queue(number, Some(now))?;
             self.finish_queue(number, now)?;
         }
         let is_draining = self.queues.iter().flatten().any(|queue| !matches!(queue.state, IoQueueState::Running));
-        for id in std::mem::take(&mut self.ending) {
-            if self.queues.iter().flatten().any(|queue| queue.controller == id) {
-                self.ending.push(id);
-                continue;
-            }
-            self.removed(id);
-            self.reconnect(now)?;
-        }
+        self.remove_ended(now)?;
         if is_draining || !self.flushes.is_empty() || !self.ending.is_empty() {
             self.drain_at = Some(now + DRAIN_POLL);
         }

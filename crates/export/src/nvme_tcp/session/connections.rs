@@ -17,7 +17,7 @@ impl NvmeTcpSession {
     pub(super) fn accept(&mut self, now: Instant) {
         for _ in 0..ACCEPTS_MAX {
             let accepted = match self.listener.get().accept() {
-                Ok((stream, _)) => TargetConnection::accept(stream, &self.set, self.next, now),
+                Ok(accepted) => TargetConnection::accept(accepted, &self.set, self.next, now),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
                 // The peer was faster.
                 Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => continue,

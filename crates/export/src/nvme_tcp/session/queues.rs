@@ -40,9 +40,7 @@ impl NvmeTcpSession {
         queue.accept(connect.slot, id);
         let run = TcpQueueState::new(socket, queue).map_err(|error| error.to_string()).and_then(|state| {
             let slot: TcpQueueSlot = Arc::new(Mutex::new(Some(Box::new(state))));
-            let state = IoQueueState::Running;
-            self.queues[number] =
-                Some(ServedConnection { controller: id, qid, slot: Arc::clone(&slot), state, is_ending: false });
+            self.add_queue(number, (id, qid), &slot, IoQueueState::Running);
             let setup = self.setup(number, Some(slot));
             self.config.queues[number].run(setup).unwrap_or_else(|gone| Err(gone.to_string()))
         });
@@ -53,14 +51,34 @@ impl NvmeTcpSession {
         }
     }
 
+    /// Adds a queue of a controller.
+    pub(super) fn add_queue(
+        &mut self,
+        number: usize,
+        (controller, qid): (u16, u16),
+        slot: &TcpQueueSlot,
+        state: IoQueueState,
+    ) {
+        let association = self.subsystem.association(controller);
+        let host = association.map(|association| (association.host().clone(), association.host_id()));
+        let hold = host.map(|host| self.config.disk.ports.hold_of(&host)).unwrap_or_default();
+        let (slot, devices) = (Arc::clone(slot), Arc::default());
+        let queue = ServedConnection { controller, qid, slot, state, is_ending: false, devices, hold };
+        self.queues[number] = Some(queue);
+    }
+
     pub(super) fn setup(&self, number: usize, slot: Option<TcpQueueSlot>) -> NvmeTcpQueueSetup {
+        let queue = self.queues[number].as_ref();
         NvmeTcpQueueSetup {
+            devices: queue.map(|queue| Arc::clone(&queue.devices)).unwrap_or_default(),
+            hold: queue.map(|queue| Arc::clone(&queue.hold)).unwrap_or_default(),
             name: format!("{}, queue {number}", self.config.name),
             number,
             log: Arc::clone(&self.log),
             slot,
             table: Arc::clone(&self.table),
             ended: Arc::clone(self.ended.get()),
+            began: self.began,
         }
     }
 
@@ -117,6 +135,7 @@ impl NvmeTcpSession {
             }
         }
         self.queues[number] = None;
+        self.ended.get().forget(number);
         if let Some(state) = slot.lock().unwrap_or_else(PoisonError::into_inner).take() {
             if state.queue.is_uncertain() && !self.uncertain.contains(&id) {
                 self.uncertain.push(id);

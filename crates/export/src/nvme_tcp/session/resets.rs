@@ -10,9 +10,10 @@ use std::time::Instant;
 
 use blkyard_nvme::fabrics::Nqn;
 use blkyard_nvme::{ControllerInstance, NvmeStatus};
+use serde::{Deserialize, Serialize};
 
 use super::super::directory::{PortMessage, ResetTicket};
-use super::{NvmeTcpError, NvmeTcpSession};
+use super::{IoQueueState, NvmeTcpError, NvmeTcpSession};
 
 /// Associations that are remembered after their end, so that a host that asks late learns of it.
 const REMEMBERED_MAX: usize = 64;
@@ -24,6 +25,31 @@ pub(super) struct PortResets {
     running: Vec<ResetTicket>,
     /// Controllers that have ended, with their hosts; of none a command is executed any more.
     ended: VecDeque<(ControllerInstance, (Nqn, [u8; 16]))>,
+}
+
+/// A controller that has ended, with its host.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct EndedController {
+    instance: ControllerInstance,
+    host: String,
+    host_id: [u8; 16],
+}
+
+impl PortResets {
+    /// The controllers that have ended.
+    pub(super) fn save(&self) -> Vec<EndedController> {
+        let save = |(instance, (host, host_id)): &(ControllerInstance, (Nqn, [u8; 16]))| EndedController {
+            instance: *instance,
+            host: host.as_str().to_owned(),
+            host_id: *host_id,
+        };
+        self.ended.iter().map(save).collect()
+    }
+
+    pub(super) fn restore(&mut self, saved: &[EndedController]) {
+        let known = |one: &EndedController| Some((one.instance, (Nqn::new(&one.host)?, one.host_id)));
+        self.ended = saved.iter().take(REMEMBERED_MAX).filter_map(known).collect();
+    }
 }
 
 impl NvmeTcpSession {
@@ -46,6 +72,13 @@ impl NvmeTcpSession {
         for message in self.mailbox.get().take() {
             match message {
                 PortMessage::Reset(ticket) => self.reset(ticket, now)?,
+                PortMessage::Released => {
+                    for (queue, remote) in self.queues.iter().zip(&self.config.queues) {
+                        if queue.as_ref().is_some_and(|queue| matches!(queue.state, IoQueueState::Running)) {
+                            remote.notify()?;
+                        }
+                    }
+                }
                 PortMessage::Answer(id, instance, outcome) => {
                     if let Some(association) = self.subsystem.association(id) {
                         association.controller.other_reset(instance, outcome);

@@ -82,6 +82,21 @@ fn the_reset_of_another_life_fences_nothing() {
     assert_eq!(fences(&rig).len(), 1);
 }
 
+/// Its timer looks at intervals of the timeout for traffic.
+#[test]
+fn a_controller_that_counts_traffic_is_silent_an_interval_later() {
+    let mut rig = rig();
+    rig.target.behaviour.by_traffic = true;
+    rig.host.reset(rig.now_ns);
+    rig.run_until(|rig| rig.host.controller_id() == Some(2) && rig.host.is_started(1));
+    lose_with_write(&mut rig);
+    let lost_ns = rig.now_ns;
+    rig.target.arrived.clear();
+    rig.run_until(|rig| rig.ended.len() == 1);
+    let took_ms = (rig.now_ns - lost_ns) / MS;
+    assert!((12_000..13_000).contains(&took_ms), "{took_ms} ms");
+}
+
 #[test]
 fn a_second_loss_has_no_reset_before_the_first_is_fenced() {
     let mut rig = rig();

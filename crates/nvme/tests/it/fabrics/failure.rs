@@ -1,6 +1,6 @@
 //! Lost connections, hung targets and refusals: error recovery, its timers, and fencing.
 
-use blkyard_mq::{FenceEvidence, Op, PathGeneration, Status, TakenBio};
+use blkyard_mq::{Cancellations, FenceEvidence, Op, PathGeneration, Status, TakenBio};
 use blkyard_nvme::fabrics::{DISCOVERY_NQN, Nqn, fabrics_status};
 use blkyard_nvme::{ControllerState, DiscoveryLog, FabricsHostError, FabricsHostEvent, FabricsQueueReport, NvmeStatus};
 
@@ -88,6 +88,67 @@ fn a_hung_queue_or_admin_queue_begins_error_recovery() {
         let late = FabricsQueueReport::Late;
         assert_eq!(rig.lanes[0].reports.contains(&late), queue == 1);
     }
+}
+
+/// Writes block 0, which the target never executes, and other blocks meanwhile. Returns their number, once the write
+/// has ended or the association was lost so often.
+fn write_late_each_time(rig: &mut Rig, losses: usize) -> usize {
+    rig.submit(1, Op::Write, 0, 1);
+    let mut others = 0;
+    while !rig.ended.iter().any(|(block, ..)| *block == 0) && rig.count(is_lost) < losses {
+        if rig.ended.len() == others {
+            rig.submit(1, Op::Write, 2, 1);
+            others += 1;
+        }
+        for _ in 0..10 {
+            rig.now_ns += 20 * MS;
+            rig.round();
+        }
+        while let Some(at) = rig.target.arrived.iter().position(|arrived| arrived.sqe.slba() > 0) {
+            rig.target.execute(at);
+        }
+    }
+    others
+}
+
+#[test]
+fn a_command_that_is_late_each_time_fails_and_no_other() {
+    let mut rig = Rig::live(config(), 1);
+    let others = write_late_each_time(&mut rig, 100);
+    assert_eq!(rig.count(is_lost), usize::from(Cancellations::MAX) + 1);
+    rig.submit(1, Op::Read, 3, 0);
+    rig.run_until(|rig| rig.lanes[0].hw.is_idle());
+    let failed: Vec<_> = rig.ended.iter().filter(|(.., status)| !status.is_ok()).collect();
+    assert_eq!(failed, [&(0, Op::Write, Status::Io)]);
+    assert!(others > 100, "{others}");
+}
+
+#[test]
+fn late_commands_are_left_to_another_path_each_time() {
+    let mut rig = Rig::new(config());
+    rig.fails_over = true;
+    rig.host.start(0);
+    rig.run_until(|rig| rig.host.state() == ControllerState::Live);
+    rig.open(1);
+    write_late_each_time(&mut rig, 9);
+    rig.run_until(|rig| rig.ended.iter().any(|(block, ..)| *block == 0));
+    assert!(rig.statuses().iter().all(|status| status.is_ok()));
+}
+
+#[test]
+fn many_losses_within_a_short_time_fail_no_request() {
+    let mut rig = Rig::live(config(), 1);
+    at_target(&mut rig, 1, Op::Write, 1, 1);
+    for _ in 0..40 {
+        rig.cut();
+        while rig.target.arrived.is_empty() {
+            rig.now_ns += 10 * MS;
+            rig.round();
+        }
+    }
+    assert!(rig.now_ns < Cancellations::TIME_NS, "{} ms", rig.now_ns / MS);
+    rig.run_until(|rig| rig.ended.len() == 1);
+    assert_eq!(rig.statuses(), [Status::Ok]);
 }
 
 #[test]

@@ -12,13 +12,13 @@ use blkyard_nvme::fabrics::{
 use blkyard_nvme::registers::{CC, ControllerConfig};
 use blkyard_nvme::tcp::{
     SendList, SendPiece, TcpAdminEvent, TcpAdminQueue, TcpDataMemory, TcpEnd, TcpIoQueue, TcpIoQueueOptions,
-    TcpTargetOptions,
+    TcpQueueSnapshot, TcpTargetOptions, TcpTargetQueue,
 };
 use blkyard_nvme::{
     AdminCompletion, AnaGroups, AnaState, Connected, ControllerOptions, Cqe, DiscoveryLog, FabricsOptions,
     FabricsSubsystem, NamespaceTable, NextBio, NvmeStatus, Psdt, ServedNamespace, Sqe, SubsystemOptions, io,
 };
-use blkyard_wire::nvme_tcp::{DataLimits, Framing, H2cData, IcReq, Pdu, PduEvent, PduReader, PduSender};
+use blkyard_wire::nvme_tcp::{Crc32c, DataLimits, Framing, H2cData, IcReq, Pdu, PduEvent, PduReader, PduSender, R2t};
 
 const NAME: &str = "nqn.2026-11.test:disk";
 const DISK_BYTES: usize = 1 << 20;
@@ -74,14 +74,23 @@ fn subsystem(namespaces: &[u32], groups: &Arc<AnaGroups>) -> FabricsSubsystem {
 }
 
 fn connect_pdu(qid: u16, entries: u16, id: u16) -> Vec<u8> {
+    connect_pdu_in(Framing::PLAIN, qid, entries, id)
+}
+
+fn connect_pdu_in(framing: Framing, qid: u16, entries: u16, id: u16) -> Vec<u8> {
     let connect = ConnectCommand { qid, sq_size: entries - 1, no_flow_control: false, keep_alive_ms: 0 };
     let sqe = FabricsCommand::Connect(connect).sqe().with_cid(7);
     let sqe = sqe.with_data(Psdt::Sgl, [0, IN_CAPSULE + CONNECT_BYTES as u64]);
     let nqn = Nqn::new(NAME).unwrap();
     let mut data = [0; CONNECT_BYTES];
     ConnectData { host_id: [1; 16], controller_id: id, subsystem: nqn.clone(), host: nqn }.write(&mut data);
-    let pdu = Pdu::CapsuleCmd { sqe: sqe.0, len: CONNECT_BYTES as u32 }.encode(Framing::PLAIN);
-    [pdu.bytes(), &data].concat()
+    encode(Pdu::CapsuleCmd { sqe: sqe.0, len: CONNECT_BYTES as u32 }, framing, &data)
+}
+
+fn encode(pdu: Pdu, framing: Framing, data: &[u8]) -> Vec<u8> {
+    let digest = Crc32c::of(data).to_le_bytes();
+    let digest = if framing.data_digest && !data.is_empty() { &digest[..] } else { &[] };
+    [pdu.encode(framing).bytes(), data, digest].concat()
 }
 
 fn parse(reader: &mut PduReader, mut bytes: &[u8]) -> (Vec<Pdu>, Vec<u8>) {
@@ -116,12 +125,17 @@ struct Fresh {
 
 impl Fresh {
     fn new() -> Fresh {
+        Fresh::with(Framing::PLAIN)
+    }
+
+    fn with(framing: Framing) -> Fresh {
+        let Framing { header_digest, data_digest, .. } = framing;
         let reader = PduReader::new(PduSender::Controller, DataLimits { in_capsule: 0, h2c: 0 });
         let mut fresh = Fresh { queue: TcpAdminQueue::new(OPTIONS).unwrap(), reader };
-        let request = Pdu::IcReq(IcReq { alignment: 0, header_digest: false, data_digest: false, maxr2t: 0 });
+        let request = Pdu::IcReq(IcReq { alignment: 0, header_digest, data_digest, maxr2t: 0 });
         assert_eq!(fresh.events(request.encode(Framing::PLAIN).bytes()), [TcpAdminEvent::Started]);
         assert!(matches!(fresh.answers().0[..], [Pdu::IcResp(_)]));
-        fresh.reader.start(Framing::PLAIN);
+        fresh.reader.start(framing);
         fresh
     }
 
@@ -150,8 +164,20 @@ impl Fresh {
     }
 }
 
+fn data_memory() -> TcpDataMemory {
+    let bytes = TcpIoQueue::memory_bytes(&QUEUE);
+    let regions = vec![Region::anonymous(4096).unwrap(), Region::anonymous(4096 + bytes as usize).unwrap()];
+    TcpDataMemory { table: Arc::new(RegionTable::new(regions)), region: 1, offset: 4096, bytes }
+}
+
+/// The same after a way through text.
+fn by_text<T: serde::Serialize + serde::de::DeserializeOwned>(value: &T) -> T {
+    serde_json::from_str(&serde_json::to_string(value).unwrap()).unwrap()
+}
+
 struct Rig {
     queue: TcpIoQueue,
+    target: FabricsSubsystem,
     reader: PduReader,
     disk: Arc<Region>,
     groups: Arc<AnaGroups>,
@@ -168,6 +194,10 @@ impl Rig {
 
     /// Each in the group of its number.
     fn with_namespaces(namespaces: &[u32]) -> Rig {
+        Rig::with(namespaces, Framing::PLAIN)
+    }
+
+    fn with(namespaces: &[u32], framing: Framing) -> Rig {
         let groups = Arc::new(AnaGroups::default());
         let mut target = subsystem(namespaces, &groups);
         let mut admin = Fresh::new();
@@ -183,25 +213,54 @@ impl Rig {
         let controller = &mut target.association(id).unwrap().controller;
         controller.set_property(PropertySize::Four, CC as u32, config.bits().into()).unwrap();
 
-        let mut fresh = Fresh::new();
-        let (slot, connected) = fresh.connect(&mut target, &connect_pdu(1, QUEUE.entries, id));
+        let mut fresh = Fresh::with(framing);
+        let (slot, connected) = fresh.connect(&mut target, &connect_pdu_in(framing, 1, QUEUE.entries, id));
         let Connected::Io(id, connected) = connected else { panic!("{connected:?}") };
-        let bytes = TcpIoQueue::memory_bytes(&QUEUE);
-        let regions = vec![Region::anonymous(4096).unwrap(), Region::anonymous(4096 + bytes as usize).unwrap()];
-        let memory = TcpDataMemory { table: Arc::new(RegionTable::new(regions)), region: 1, offset: 4096, bytes };
         let Fresh { queue, reader } = fresh;
-        let mut queue = TcpIoQueue::new(queue.into_queue(), connected, QUEUE, memory);
+        let mut queue = TcpIoQueue::new(queue.into_queue(), connected, QUEUE, data_memory());
         queue.accept(slot, id);
         let disk = Region::anonymous(DISK_BYTES).unwrap();
-        let mut rig = Rig { queue, reader, disk, groups, out: BTreeMap::new(), is_held: false, seen: Vec::new() };
+        let (out, seen) = (BTreeMap::new(), Vec::new());
+        let mut rig = Rig { queue, target, reader, disk, groups, out, is_held: false, seen };
         assert_eq!(rig.statuses(), [(7, NvmeStatus::SUCCESS)]);
         rig
     }
 
-    fn receive(&mut self, mut bytes: &[u8]) {
+    fn receive(&mut self, bytes: &[u8]) {
+        self.take(bytes);
+        self.run();
+    }
+
+    /// Receives bytes without executing a command.
+    fn take(&mut self, mut bytes: &[u8]) {
         self.queue.receive(&mut bytes);
         assert!(bytes.is_empty(), "{} bytes wait", bytes.len());
-        self.run();
+    }
+
+    /// Another process continues with the queue. Returns what it has sent before, and how many bytes of the stream are
+    /// to be dropped.
+    fn hand_over(&mut self) -> (Vec<u8>, usize) {
+        let mut list = SendList::new(64);
+        let mut sent = Vec::new();
+        while let Some(number) = self.queue.fill(&mut list) {
+            sent.extend(bytes_of(&list, &self.queue.memory().table));
+            list.clear();
+            self.queue.sent(number);
+            self.queue.receive(&mut &[][..]);
+        }
+        let mut bytes = Vec::new();
+        let saved = by_text(&self.queue.snapshot(&mut bytes).unwrap());
+        let mut target = subsystem(&[1], &self.groups);
+        target.restore(&by_text(&self.target.snapshot().unwrap())).unwrap();
+        let connected = target.association(1).unwrap().controller.connect_queue(1).unwrap();
+        let (mut rest, tcp) = (&bytes[..], TcpTargetQueue::restore(OPTIONS, &saved).unwrap());
+        let mut queue = TcpIoQueue::new(tcp, connected, QUEUE, data_memory());
+        queue.restore_commands(&saved, &mut rest).unwrap();
+        let input = saved.take_input(&mut rest).unwrap();
+        assert!(rest.is_empty(), "{} bytes are surplus", rest.len());
+        (self.queue, self.target) = (queue, target);
+        self.take(input);
+        (sent, saved.dropped() as usize)
     }
 
     /// Fetches all bios, and completes them unless the device holds them back.
@@ -275,13 +334,20 @@ fn blocks_of(nsid: u32, opcode: u8, cid: u16, block: u64, bytes: u32, kind: u64)
 }
 
 fn pdu(sqe: Sqe, data: &[u8]) -> Vec<u8> {
-    let pdu = Pdu::CapsuleCmd { sqe: sqe.0, len: data.len() as u32 }.encode(Framing::PLAIN);
-    [pdu.bytes(), data].concat()
+    pdu_in(Framing::PLAIN, sqe, data)
 }
 
-fn h2c(r2t: blkyard_wire::nvme_tcp::R2t, data: &[u8]) -> Vec<u8> {
+fn pdu_in(framing: Framing, sqe: Sqe, data: &[u8]) -> Vec<u8> {
+    encode(Pdu::CapsuleCmd { sqe: sqe.0, len: data.len() as u32 }, framing, data)
+}
+
+fn h2c(r2t: R2t, data: &[u8]) -> Vec<u8> {
+    h2c_in(Framing::PLAIN, r2t, data)
+}
+
+fn h2c_in(framing: Framing, r2t: R2t, data: &[u8]) -> Vec<u8> {
     let header = H2cData { cccid: r2t.cccid, ttag: r2t.ttag, offset: 0, len: data.len() as u32, is_last: true };
-    [Pdu::H2cData(header).encode(Framing::PLAIN).bytes(), data].concat()
+    encode(Pdu::H2cData(header), framing, data)
 }
 
 fn pattern(bytes: usize, seed: u8) -> Vec<u8> {
@@ -450,6 +516,40 @@ fn commands_of_a_closed_connection_are_not_executed() {
 }
 
 #[test]
+fn commands_for_a_held_device_wait_in_their_order() {
+    let mut rig = Rig::with_namespaces(&[1, 2]);
+    let read = |nsid, cid: u16| pdu(blocks_of(nsid, io::READ, cid, cid.into(), 512, TRANSPORT), &[]);
+    rig.take(&[read(1, 1), read(2, 2), read(1, 3), read(2, 4)].concat());
+    rig.queue.hold(1 << 1);
+    rig.is_held = true;
+    rig.run();
+    assert_eq!(rig.seen, [(Op::Read, 1, 1), (Op::Read, 3, 1)]);
+    assert_eq!((rig.queue.devices_out(), rig.queue.has_ready()), (1, false));
+    rig.take(&[read(2, 5), read(1, 6)].concat());
+    rig.queue.hold(1 << 0);
+    rig.run();
+    assert_eq!(rig.seen[2..], [(Op::Read, 2, 1), (Op::Read, 4, 1), (Op::Read, 5, 1)]);
+    assert_eq!(rig.queue.devices_out(), 3);
+    rig.queue.hold(0);
+    rig.is_held = false;
+    rig.run();
+    assert_eq!(rig.seen[5..], [(Op::Read, 6, 1)]);
+    assert_eq!((rig.queue.devices_out(), rig.statuses().len()), (0, 6));
+}
+
+#[test]
+fn commands_that_are_held_end_with_their_connection() {
+    let mut rig = Rig::new();
+    rig.take(&pdu(blocks(io::READ, 1, 0, 512, TRANSPORT), &[]));
+    rig.queue.hold(1);
+    rig.queue.abandon(TcpEnd::Closed);
+    rig.queue.hold(0);
+    rig.run();
+    rig.queue.receive(&mut &[][..]);
+    assert_eq!((rig.seen.len(), rig.queue.in_flight()), (0, 0));
+}
+
+#[test]
 fn io_of_an_inaccessible_group_ends_before_the_device() {
     let mut rig = Rig::with_namespaces(&[1, 2]);
     let write = |cid, nsid| pdu(blocks_of(nsid, io::WRITE, cid, 0, 4096, IN_CAPSULE), &pattern(4096, 1));
@@ -484,4 +584,150 @@ fn io_of_an_inaccessible_group_ends_before_the_device() {
         assert_eq!(rig.statuses(), [(8, NvmeStatus::SUCCESS), (9, NvmeStatus::SUCCESS)]);
     }
     assert_eq!(rig.queue.in_flight(), 0);
+}
+
+/// A queue whose stream continues in another process after `cut` bytes, on the way again and again.
+/// Returns the number of bytes.
+fn handed_over_at(framing: Framing, cut: usize) -> usize {
+    let mut rig = Rig::with(&[1], framing);
+    let mut statuses = BTreeMap::new();
+    let (mut at, mut read) = (0, BTreeMap::new());
+    let mut streams: Vec<Vec<u8>> = Vec::new();
+    // Short writes with their data, one that is refused, writes whose data is asked for, and a flush.
+    for cid in 1..=3_u16 {
+        let data = pattern(1024 * usize::from(cid), cid as u8);
+        streams.push(pdu_in(
+            framing,
+            blocks(io::WRITE, cid, u64::from(cid) * 64, data.len() as u32, IN_CAPSULE),
+            &data,
+        ));
+    }
+    streams.push(pdu_in(framing, blocks(io::READ, 4, 0, 512, IN_CAPSULE), &[1; 512]));
+    for (cid, bytes) in [(5, 4096), (6, 20 << 10), (7, 40 << 10), (8, 16 << 10)] {
+        streams.push(pdu_in(framing, blocks(io::WRITE, cid, u64::from(cid) * 128, bytes, TRANSPORT), &[]));
+    }
+    streams.push(pdu_in(framing, Sqe::new(io::FLUSH, 1).with_cid(9).with_data(Psdt::Sgl, [0, 0]), &[]));
+    let mut data = Vec::new();
+    while !streams.is_empty() || !data.is_empty() {
+        let mut stream = std::mem::take(&mut streams).concat();
+        stream.extend(std::mem::take(&mut data).concat());
+        let mut sent = Vec::new();
+        if (at..at + stream.len()).contains(&cut) {
+            let (before, after) = stream.split_at(cut - at);
+            rig.take(before);
+            let (bytes, dropped) = rig.hand_over();
+            sent = bytes;
+            rig.take(&after[dropped..]);
+            // Once more, with all that was restored.
+            let (bytes, dropped) = rig.hand_over();
+            assert_eq!(dropped, 0);
+            sent.extend(bytes);
+            rig.run();
+        } else {
+            rig.receive(&stream);
+        }
+        at += stream.len();
+        let mut pdus = parse(&mut rig.reader, &sent).0;
+        pdus.extend(rig.answers().0);
+        for pdu in pdus {
+            match pdu {
+                Pdu::R2t(r2t) => data.push(h2c_in(framing, r2t, &pattern(r2t.len as usize, r2t.cccid as u8))),
+                Pdu::CapsuleResp(cqe) => {
+                    let cqe = Cqe(cqe);
+                    assert!(statuses.insert(cqe.cid(), cqe.status()).is_none(), "{} is answered twice", cqe.cid());
+                }
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+    for (cid, start, bytes) in [(1, 64, 1024), (2, 128, 2048), (3, 192, 3072), (5, 640, 4096), (6, 768, 20 << 10)] {
+        read.insert(cid, (start, bytes));
+    }
+    read.extend([(7, (896, 40 << 10)), (8, (1024, 16 << 10))]);
+    for (cid, (start, bytes)) in read {
+        let mut disk = vec![0; bytes];
+        rig.disk.span(start * 512, bytes).unwrap().copy_to_slice(&mut disk);
+        assert!(disk == pattern(bytes, cid), "the write {cid}");
+    }
+    let refused = statuses.remove(&4);
+    assert_eq!(refused, Some(NvmeStatus::INVALID_FIELD.with_dnr()));
+    assert!(statuses.len() == 8 && statuses.values().all(|status| status.is_success()), "{statuses:?}");
+    assert_eq!(rig.queue.in_flight(), 0);
+    // The last command has the last head.
+    rig.receive(&pdu_in(framing, Sqe::new(io::FLUSH, 1).with_cid(1).with_data(Psdt::Sgl, [0, 0]), &[]));
+    let [Pdu::CapsuleResp(cqe)] = rig.answers().0[..] else { panic!("no answer") };
+    assert_eq!(Cqe(cqe).sq_head(), 11);
+    at
+}
+
+#[test]
+fn a_queue_is_handed_over_at_any_byte_of_its_stream() {
+    let digests = Framing { header_digest: true, data_digest: true, ..Framing::PLAIN };
+    for framing in [Framing::PLAIN, digests] {
+        let bytes = handed_over_at(framing, usize::MAX);
+        // Most of the headers and digests, and some of the data.
+        let cuts = (0..8200).step_by(3).chain((8200..bytes).step_by(97));
+        cuts.for_each(|cut| assert_eq!(handed_over_at(framing, cut), bytes, "cut {cut}"));
+    }
+}
+
+/// Replaces the number at this place of a tree. False if there are fewer.
+fn replace_number(value: &mut serde_json::Value, place: &mut usize, with: u64) -> bool {
+    use serde_json::Value;
+    match value {
+        Value::Number(_) if *place == 0 => {
+            *value = with.into();
+            true
+        }
+        Value::Number(_) => {
+            *place -= 1;
+            false
+        }
+        Value::Array(all) => all.iter_mut().any(|one| replace_number(one, place, with)),
+        Value::Object(all) => all.values_mut().any(|one| replace_number(one, place, with)),
+        _ => false,
+    }
+}
+
+#[test]
+fn a_wrong_number_in_a_saved_queue_is_refused_or_harmless() {
+    let mut rig = Rig::new();
+    for (cid, bytes) in [(1, 4096), (2, 20 << 10), (3, 64 << 10)] {
+        rig.take(&pdu(blocks(io::WRITE, cid, 0, bytes, TRANSPORT), &[]));
+    }
+    let [Pdu::R2t(short), Pdu::R2t(_)] = rig.answers().0[..] else { panic!("no R2Ts") };
+    rig.take(&h2c(short, &[1; 4096]));
+    rig.take(&pdu(blocks(io::WRITE, 4, 0, 512, IN_CAPSULE), &[2; 512])[..100]);
+    let mut bytes = Vec::new();
+    let saved = serde_json::to_value(rig.queue.snapshot(&mut bytes).unwrap()).unwrap();
+    let mut refused = 0;
+    for place in 0.. {
+        for with in [0, 1, 5, 40, 0xffff, u64::from(u32::MAX), u64::MAX] {
+            let mut changed = saved.clone();
+            if !replace_number(&mut changed, &mut place.clone(), with) {
+                assert!(refused > 30, "{refused} are refused");
+                return;
+            }
+            let mut target = subsystem(&[1], &rig.groups);
+            target.restore(&rig.target.snapshot().unwrap()).unwrap();
+            let connected = target.association(1).unwrap().controller.connect_queue(1).unwrap();
+            let mut rest = &bytes[..];
+            let queue = serde_json::from_value::<TcpQueueSnapshot>(changed).ok().and_then(|saved| {
+                let tcp = TcpTargetQueue::restore(OPTIONS, &saved)?;
+                let mut queue = TcpIoQueue::new(tcp, connected, QUEUE, data_memory());
+                queue.restore_commands(&saved, &mut rest)?;
+                queue.receive(&mut saved.take_input(&mut rest)?);
+                Some(queue)
+            });
+            let Some(queue) = queue else {
+                refused += 1;
+                continue;
+            };
+            rig.queue = queue;
+            rig.run();
+            let mut list = SendList::new(64);
+            rig.queue.fill(&mut list);
+            rig.queue.abandon(TcpEnd::Closed);
+        }
+    }
 }

@@ -303,6 +303,8 @@ impl RingStream {
         let socket = socket_with(family, SocketType::STREAM, SocketFlags::CLOEXEC, Some(ipproto::TCP))
             .map_err(|error| system("a socket cannot be created", error))?;
         send_at_once(&socket);
+        // Also at the death of this process: the kernel would go on sending for minutes what the peer has not taken.
+        let _ = rustix::net::sockopt::set_socket_linger(&socket, Some(Duration::ZERO));
         let mut stream = RingStream::new(inbox, token, SocketKind::Connecting, socket, limits, &[]);
         (stream.peer, stream.address) = (Some(address), Some(address.into()));
         stream.deadline = Timespec::new().sec(deadline_ns / 1_000_000_000).nsec((deadline_ns % 1_000_000_000) as u32);
