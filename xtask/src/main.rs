@@ -63,6 +63,8 @@ enum Chore {
     ///
     /// SEED, or FIRST..END for several, then [--seconds N] and options as key=value, which are drawn where they are not
     /// given. A run that fails prints how to do it again.
+    ///
+    /// With --stack first: the whole stack, from a guest's ring to the device of an NVMe/TCP target.
     Sim {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true, required = true)]
         arguments: Vec<String>,

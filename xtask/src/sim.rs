@@ -1,4 +1,4 @@
-//! `cargo xtask sim`: the crate sim's own program, built and run.
+//! `cargo xtask sim`: the programs of the crates sim and stack, built and run.
 
 use std::process::{Command, ExitCode};
 
@@ -8,10 +8,14 @@ use crate::repository;
 
 /// Runs simulations in the foreground; they report for themselves.
 pub fn run(arguments: &[String]) -> Result<ExitCode> {
+    let (program, arguments) = match arguments.split_first() {
+        Some((first, rest)) if first == "--stack" => ("blkyard-stack", rest),
+        _ => ("blkyard-sim", arguments),
+    };
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let status = Command::new(cargo)
         .current_dir(repository()?)
-        .args(["run", "--quiet", "-p", "blkyard-sim", "--"])
+        .args(["run", "--quiet", "-p", program, "--"])
         .args(arguments)
         .status()
         .context("cannot start cargo")?;

@@ -75,10 +75,18 @@ pub const ALL: &[TestStep] = &[
         kind: StepKind::Tests { programs: &[], paths: &[] },
     },
     TestStep {
-        name: "sim",
+        name: "sim-queue",
         sentence: "worlds drawn from seeds come to a good end, as many as half a minute allows",
         kind: StepKind::Check {
             arguments: &["run", "--quiet", "-p", "blkyard-sim", "--", "0..100000", "--seconds", "30"],
+            environment: &[],
+        },
+    },
+    TestStep {
+        name: "sim-stack",
+        sentence: "whole stacks drawn from seeds lose no write and end all I/O, as many as half a minute allows",
+        kind: StepKind::Check {
+            arguments: &["run", "--quiet", "-p", "blkyard-stack", "--", "0..100000", "--seconds", "30"],
             environment: &[],
         },
     },

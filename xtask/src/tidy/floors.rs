@@ -23,6 +23,7 @@ const FLOORS: &[(&str, &[&str])] = &[
     ("attach", &["mem", "wire", "mq", "sys", "virtio", "nvme", "mpath"]),
     ("os", &["mem", "mq", "sys"]),
     ("sim", &["mem", "mq"]),
+    ("stack", &["mem", "mq", "sys", "virtio", "nvme", "mpath", "export", "attach", "sim"]),
     ("blkyard", &["mem", "wire", "mq", "sys", "virtio", "nvme", "mpath", "export", "attach", "os", "sim"]),
     ("lab", &["mem", "wire", "mq", "sys", "virtio", "nvme", "mpath", "export", "attach", "os", "sim", "blkyard"]),
     (

@@ -1,0 +1,100 @@
+//! Runs the whole stack: `blkyard-stack SEED|FIRST..END [--seconds N] [key=value..]`, usually by `cargo xtask sim
+//! --stack`.
+//!
+//! Options not given are drawn from the seed. A failing run prints the complete command that repeats it; the exit
+//! status is 1 then. The clock is read only to end after the given time.
+
+#![forbid(unsafe_code)]
+
+use std::ops::Range;
+use std::panic::catch_unwind;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use blkyard_stack::{FAULT_KINDS, StackOptions, run_stack};
+
+const USAGE: &str = "use SEED, or FIRST..END for several, then [--seconds N] and options as key=value";
+
+struct StackArguments {
+    seeds: Range<u64>,
+    /// No run begins after that.
+    limit: Duration,
+    options: Vec<String>,
+}
+
+fn main() -> ExitCode {
+    let arguments = match parse(std::env::args().skip(1)) {
+        Ok(arguments) => arguments,
+        Err(error) => {
+            eprintln!("error: {error}");
+            return ExitCode::FAILURE;
+        }
+    };
+    let alone = arguments.seeds.end - arguments.seeds.start == 1;
+    let (begun, mut worlds, mut ios, mut failed, mut faults) = (Instant::now(), 0, 0, 0, [0; FAULT_KINDS]);
+    let mut ghosts = 0;
+    for seed in arguments.seeds {
+        if worlds > 0 && begun.elapsed() > arguments.limit {
+            break;
+        }
+        let mut options = StackOptions::draw(seed);
+        if let Err(error) = arguments.options.iter().try_for_each(|option| options.set(option)) {
+            eprintln!("error: {error}");
+            return ExitCode::FAILURE;
+        }
+        if alone {
+            println!("seed {seed}: {options}");
+        }
+        let Ok(result) = catch_unwind(move || run_stack(seed, options)) else {
+            eprintln!("seed {seed} failed; again: cargo xtask sim --stack {seed} {options}");
+            return ExitCode::FAILURE;
+        };
+        worlds += 1;
+        ios += result.ios;
+        failed += result.failed;
+        ghosts += result.ghosts;
+        faults.iter_mut().zip(result.faults).for_each(|(sum, one)| *sum += one);
+        if alone {
+            println!(
+                "{} requests, {} of them failed, {} executed, faults {:?}, {:.3} s, longest {:.3} s; fingerprint {:016x}",
+                result.ios,
+                result.failed,
+                result.executed,
+                result.faults,
+                result.took_ns as f64 / 1e9,
+                result.longest_ns as f64 / 1e9,
+                result.fingerprint
+            );
+        }
+    }
+    if !alone {
+        println!(
+            "{worlds} worlds, {ios} requests, {failed} of them failed, {ghosts} late writes, faults by kind {faults:?}, all well"
+        );
+    }
+    ExitCode::SUCCESS
+}
+
+fn parse(arguments: impl Iterator<Item = String>) -> Result<StackArguments, String> {
+    let (mut seeds, mut limit, mut options) = (None, Duration::MAX, Vec::new());
+    let mut arguments = arguments;
+    while let Some(argument) = arguments.next() {
+        if argument == "--seconds" {
+            let seconds = arguments.next().and_then(|seconds| seconds.parse().ok());
+            limit = Duration::from_secs(seconds.ok_or("--seconds wants a number")?);
+        } else if argument.contains('=') {
+            options.push(argument);
+        } else if seeds.is_none() {
+            let range = match argument.split_once("..") {
+                Some((first, end)) => first.parse().ok().zip(end.parse().ok()),
+                None => argument.parse::<u64>().ok().and_then(|seed| Some((seed, seed.checked_add(1)?))),
+            };
+            let (first, end) =
+                range.filter(|(first, end)| first < end).ok_or_else(|| format!("'{argument}': {USAGE}"))?;
+            seeds = Some(first..end);
+        } else {
+            return Err(format!("'{argument}': {USAGE}"));
+        }
+    }
+    Ok(StackArguments { seeds: seeds.ok_or(USAGE)?, limit, options })
+}
