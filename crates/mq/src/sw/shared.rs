@@ -204,18 +204,19 @@ impl<D, Cx> SharedHwQueue<D, Cx> {
     pub(super) fn rest(&self, submitter: usize, turn: BatonOutcome) {
         let parker = &self.submitters[submitter].parker;
         match turn {
+            // Also until the rings have arrived at the next queue.
+            _ if self.polled => parker.give_way(),
             BatonOutcome::Watch(until_ns) => parker.watch_one(self.submitters[submitter].beside, until_ns),
             // Pairs with the store in `Core::wake_sleeper`. Only an owner ends this sleep, and removes us from its
             // record at the same time; so an awake thread never counts as a sleeper.
-            BatonOutcome::Owned | BatonOutcome::Park if !self.polled => {
+            BatonOutcome::Owned | BatonOutcome::Park => {
                 while self.submitters[submitter].parked.load(Ordering::Acquire) {
                     parker.sleep();
                 }
             }
             // The moving thread wakes us when the rings have arrived.
             BatonOutcome::Closed => parker.sleep(),
-            _ if self.polled => parker.give_way(),
-            _ => {}
+            BatonOutcome::Ran => {}
         }
     }
 

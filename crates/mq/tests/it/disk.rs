@@ -234,6 +234,30 @@ fn nobody_sleeps_on_a_queue_that_is_polled() {
 }
 
 #[test]
+fn nobody_sleeps_until_a_polled_queue_has_moved() {
+    let board = Arc::new(Board::default());
+    let factory = Factory { board: Arc::clone(&board), queues_max: 16, sleepless: true };
+    let (disk, mut threads) = SharedDisk::open(factory, 3, 8, QueueCounts { default: 1, read: 0, poll: 3 }).unwrap();
+    let [first, _, last] = &mut threads[..] else { panic!("three threads") };
+    let polled = |sector| bio(Op::Discard, sector, BioFlags::POLLED);
+    board.holds.store(true, Ordering::Relaxed);
+    last.submit(polled(3));
+    last.ring(&now_ns);
+    thread::scope(|scope| {
+        let disk = &disk;
+        let change = scope.spawn(move || disk.set_queues(QueueCounts { default: 1, read: 0, poll: 1 }, &now_ns));
+        until("only the last thread's queue is left of the old four", || board.queues.load(Ordering::Relaxed) == 3);
+        // This queue is closed, and is moved with the last.
+        first.submit(polled(1));
+        scope.spawn(move || assert_eq!(finish(first), [(1, Status::Ok)]));
+        thread::sleep(Duration::from_millis(50));
+        board.holds.store(false, Ordering::Relaxed);
+        assert_eq!(finish(last), [(3, Status::Ok)]);
+        change.join().unwrap().unwrap();
+    });
+}
+
+#[test]
 fn there_is_at_least_one_queue_and_at_most_one_a_thread() {
     let (board, disk, _threads) = open(3, QueueCounts::only(9));
     assert_eq!((disk.queues(), board.queues.load(Ordering::Relaxed)), (QueueCounts::only(3), 3));
