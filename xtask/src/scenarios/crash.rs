@@ -55,8 +55,8 @@ pub(super) fn kills(usually: usize) -> Result<usize> {
 const RECONNECT_MS: u32 = 20;
 
 /// Offset of the block that stops a writing guest, beyond its writes, and the content that stops it.
-pub(super) const END_AT: u64 = 60 * MIB;
-pub(super) const END: &str = "end";
+const END_AT: u64 = 60 * MIB;
+const END: &str = "end";
 
 /// Log text of a queue that starts with requests of a killed daemon.
 const LEFT: &str = "requests of the previous session are submitted again";
@@ -75,20 +75,31 @@ const CAME: &str = "a front-end connected";
 pub(super) fn load() -> String {
     format!(
         "modprobe virtio_blk
-        until test \"$(dd if=/dev/vda bs=4k skip={} count=1 iflag=direct 2>/dev/null | tr -d '\\0')\" = {END}; do
+        until {ends}; do
             fio --filename=/dev/vda --direct=1 --ioengine=libaio --thread \
             --group_reporting --verify=crc32c --verify_fatal=1 --iodepth=32 --output-format=terse --output=/dev/null \
             --loops=4 --name=small --rw=randwrite --bs=4k --size=6m --numjobs=4 --offset_increment=8m \
             --name=mixed --rw=randwrite --bsrange=4k-128k --size=8m --offset=40m || exit
         done
         echo verified",
-        END_AT / (4 * KIB)
+        ends = is_ended("/dev/vda")
     )
+}
+
+/// A guest's command: whether the image of this disk says [`END`].
+pub(super) fn is_ended(disk: &str) -> String {
+    let block = END_AT / (4 * KIB);
+    format!("test \"$(dd if={disk} bs=4k skip={block} count=1 iflag=direct 2>/dev/null | tr -d '\\0')\" = {END}")
+}
+
+/// Ends a guest's load that asks [`is_ended`], or prepares the image for another.
+pub(super) fn set_ended(image: &Image, is_ended: bool) -> Result<()> {
+    image.write(END_AT, if is_ended { END.as_bytes() } else { &[0; END.len()] })
 }
 
 /// Stops such a load, and checks that all written data was verified and is in the image.
 pub(super) fn end_load(machine: Machine, image: &Image) -> Result<()> {
-    image.write(END_AT, END.as_bytes())?;
+    set_ended(image, true)?;
     let output = machine.wait()?.success()?;
     ensure!(output.contains("verified"), "fio said:\n{output}");
     let allocated = image.allocated()?;

@@ -9,8 +9,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
-use super::crash::{END, END_AT};
-use super::{CLIENT_LIMIT, KIB, MIB, RunsIn, Scenario, ScenarioContext};
+use super::{CLIENT_LIMIT, KIB, MIB, RunsIn, Scenario, ScenarioContext, crash};
 use crate::process::{run, succeed};
 use crate::server::{Export, OfferedDevice};
 use crate::vm::Vm;
@@ -292,7 +291,7 @@ fn migrated(ground: &ScenarioContext) -> Result<()> {
     let task = format!(
         "modprobe virtio_blk
         round=0
-        until test \"$(dd if=/dev/vda bs=4k skip={} count=1 iflag=direct 2>/dev/null | tr -d '\\0')\" = {END}; do
+        until {ends}; do
             round=$((round + 1))
             fio --filename=/dev/vda --direct=1 --ioengine=libaio --thread --group_reporting --randseed=$round \
                 --verify=crc32c --verify_fatal=1 --iodepth=16 --output-format=terse --output=/dev/null \
@@ -301,7 +300,7 @@ fn migrated(ground: &ScenarioContext) -> Result<()> {
             echo round $round
         done
         echo verified",
-        END_AT / (4 * KIB)
+        ends = crash::is_ended("/dev/vda")
     );
     for packed in [false, true] {
         let vm = |export: &Export| {
@@ -309,7 +308,7 @@ fn migrated(ground: &ScenarioContext) -> Result<()> {
             if packed { vm.packed() } else { vm }
         };
         let way = ground.path(if packed { "way-packed" } else { "way" });
-        image.write(END_AT, &[0; 8])?;
+        crash::set_ended(&image, false)?;
         let mut there = vm(&exports[1]).incoming(way.clone()).start(&task)?;
         let mut here = vm(&exports[0]).start(&task)?;
         here.wait_for_output(|output| output.lines().count() >= 2)?;
@@ -318,7 +317,7 @@ fn migrated(ground: &ScenarioContext) -> Result<()> {
         drop(here);
         // The guest was stopped only after its migration, and has continued since.
         there.wait_for_output(|output| output.contains("round"))?;
-        image.write(END_AT, END.as_bytes())?;
+        crash::set_ended(&image, true)?;
         let after = there.wait()?.success()?;
         ensure!(!before.contains("verified") && after.trim_end().ends_with("verified"), "{before}\nthen\n{after}");
     }

@@ -11,7 +11,7 @@ use anyhow::{Context, Result, ensure};
 
 use super::control::succeed;
 use super::takeover::{HEIRS, take_over};
-use super::{CLIENT_LIMIT, Image, KIB, MIB, RunsIn, Scenario, ScenarioContext};
+use super::{CLIENT_LIMIT, Image, KIB, MIB, RunsIn, Scenario, ScenarioContext, crash};
 use crate::process::{self, Running};
 use crate::server::ReadyServer;
 use crate::vm::{Machine, Vm, controller_option};
@@ -342,20 +342,12 @@ fn crash(ground: &ScenarioContext) -> Result<()> {
 
 /// A load that is repeated until [`end_load`].
 fn endless_load() -> String {
-    format!(
-        "{PRELUDE}
-        until test \"$(dd if=$disk bs=4k skip={} count=1 iflag=direct 2>/dev/null | tr -d '\\0')\" = end; do load; done
-        echo verified",
-        END_AT / (4 * KIB)
-    )
+    format!("{PRELUDE}\nuntil {ends}; do load; done\necho verified", ends = crash::is_ended("$disk"))
 }
-
-/// Block that ends the load: the last of a disk.
-const END_AT: u64 = 64 * MIB - 4 * KIB;
 
 /// Stops such a load, which must have verified all of its data.
 fn end_load(machine: Machine, image: &Image) -> Result<()> {
-    image.write(END_AT, b"end")?;
+    crash::set_ended(image, true)?;
     let output = machine.wait()?.success()?;
     ensure!(output == "verified\n", "the guest said:\n{output}");
     Ok(())
@@ -364,15 +356,15 @@ fn end_load(machine: Machine, image: &Image) -> Result<()> {
 fn takeover(ground: &ScenarioContext) -> Result<()> {
     let NvmeDisks { images, sockets, mut server } = serve(ground, 1)?;
     let mut machine = Vm::new(ground.guest, 4).controller(&sockets[0]).start(&endless_load())?;
-    super::crash::wait_for_writes(&mut machine, &images[0])?;
+    crash::wait_for_writes(&mut machine, &images[0])?;
     let mut rests = Vec::new();
     for heir in 0..HEIRS {
-        super::crash::go_on(&mut machine)?;
+        crash::go_on(&mut machine)?;
         let (taker, rested) = take_over(ground, &sockets[0]).with_context(|| format!("heir {heir}"))?;
         std::mem::replace(&mut server, taker).end().context("the daemon before")?;
         rests.push(rested);
     }
-    super::crash::go_on(&mut machine)?;
+    crash::go_on(&mut machine)?;
     end_load(machine, &images[0])?;
     server.stop()?;
     let longest = rests.iter().max().copied().unwrap_or_default();

@@ -2,12 +2,14 @@
 //! with a target that is killed.
 
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
 use super::pci::{SHELL, program_folder};
-use super::{CLIENT_LIMIT, MIB, RunsIn, Scenario, ScenarioContext};
+use super::takeover::{HEIRS, take_over};
+use super::{CLIENT_LIMIT, MIB, RunsIn, Scenario, ScenarioContext, crash};
 use crate::process::{self, Running};
 use crate::server::ReadyServer;
 use crate::vm::Vm;
@@ -33,6 +35,13 @@ pub const SCENARIOS: &[Scenario] = &[
         place: RunsIn::Guest,
         ours: true,
         tell: target,
+    },
+    Scenario {
+        name: "nvme-tcp-takeover",
+        sentence: "Linux keeps its connections to our target as eight daemons take over one from another, and verifies what it wrote",
+        place: RunsIn::Guest,
+        ours: true,
+        tell: takeover,
     },
     Scenario {
         name: "nvme-tcp-policies",
@@ -221,6 +230,49 @@ fn target(ground: &ScenarioContext) -> Result<()> {
     ensure!(output == expected, "the guest says:\n{output}");
     ensure!(images[1].allocated()? == 0, "the discard of Linux left {} bytes", images[1].allocated()?);
     running.stop()?;
+    Ok(())
+}
+
+fn takeover(ground: &ScenarioContext) -> Result<()> {
+    let port = guest_port(0)?;
+    let image = ground.image("disk.img", 64 * MIB)?;
+    let control = ground.path("control.sock");
+    let mut command = ground.program.command()?;
+    // So slow that requests are in flight at each takeover.
+    command.args(["serve", "--device", &format!("file:{}?bytes_per_s_max=2M", image.path.display())]);
+    command.args(["--export", &format!("nvme-tcp://127.0.0.1:{port}?nqn={NQN}"), "--control"]).arg(&control);
+    let mut server = ReadyServer::start_command(&command, std::slice::from_ref(&control), &ground.log)?;
+    let task = format!(
+        "{SHELL}
+        modprobe nvme_tcp
+        exec 2>&1
+        nvme connect -t tcp -a 10.0.2.2 -s {port} -n {NQN} --nr-io-queues=2 --hostnqn={HOST_NQN} -k 5 >/dev/null
+        until [ -b /dev/nvme0n1 ]; do sleep 0.1; done
+        before=$(dmesg | grep -c nvme)
+        echo at work
+        until {ends}; do
+            blkyard bench file:/dev/nvme0n1 --rw randwrite --bs 4k --iodepth 16 --numjobs 2 --size 8m --verify crc32c \
+                || exit
+        done
+        echo verified, $(cat /sys/class/nvme/nvme0/state)
+        # Each loss of a connection is a message of the kernel.
+        dmesg | grep nvme | tail -n +$((before + 1))",
+        ends = crash::is_ended("/dev/nvme0n1")
+    );
+    let mut machine = Vm::new(ground.guest, 2).network(&[]).folder(program_folder(ground)?).start(&task)?;
+    machine.wait_for_output(|output| output.ends_with("at work\n"))?;
+    let mut rests = Vec::new();
+    for heir in 0..HEIRS {
+        std::thread::sleep(Duration::from_millis(200));
+        let (taker, rested) = take_over(ground, &control).with_context(|| format!("heir {heir}"))?;
+        std::mem::replace(&mut server, taker).end().context("the daemon before")?;
+        rests.push(rested);
+    }
+    crash::set_ended(&image, true)?;
+    let output = machine.wait()?.success()?;
+    ensure!(output == "at work\nverified, live\n", "the guest says:\n{output}");
+    server.stop()?;
+    ground.measured(format!("the host rested {rests:.1?}"));
     Ok(())
 }
 
