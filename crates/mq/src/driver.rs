@@ -7,7 +7,7 @@ use blkyard_mem::{BufferId, RegionTable, RegisteredBuffer};
 
 use crate::fifo::put_first;
 use crate::request::{Marks, Ranges, Request, RequestState, RequestTable, Segments};
-use crate::{ErrorCode, IoErrors, QueueLimits, SharedDepth, Status, Tag};
+use crate::{ErrorCode, IoErrors, QueueLimits, SharedDepth, SharedTenure, Status, Tag};
 
 /// Driver of a hardware queue: one queue pair of a device.
 ///
@@ -398,6 +398,8 @@ pub struct DeviceInfo {
     pub silence_ns: u64,
     /// How much of it all its queues have in flight together, where a scheduler learns that.
     pub depth: SharedDepth,
+    /// Which of its queues has it, where a scheduler gives it to one after the other.
+    pub tenure: SharedTenure,
     /// I/O errors that are not logged yet.
     pub errors: IoErrors,
 }

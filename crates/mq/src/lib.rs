@@ -58,7 +58,7 @@ pub use rate::{RateConfig, RateLimit};
 pub use request::{Ranges, Request, RequestState, Segments};
 pub use sched::{
     DeadlineConfig, FAIR_WEIGHTS_MAX, FairConfig, FairDevice, KyberConfig, Reach, Scheduler, SchedulerConfig,
-    SchedulerSnapshot, Selected, SharedDepth, SliceKey, SliceOrder, StreamKey, TimesliceConfig,
+    SchedulerSnapshot, Selected, SharedDepth, SharedTenure, SliceKey, SliceOrder, StreamKey, TimesliceConfig,
 };
 pub use stats::{
     DeviceTime, Held, Histogram, HistogramSnapshot, HwStats, OpClass, OpSnapshot, StatsSnapshot, TurnStats,

@@ -27,7 +27,7 @@ mod timeslice;
 use std::fmt;
 
 pub use self::deadline::DeadlineConfig;
-pub use self::fair::{FAIR_WEIGHTS_MAX, FairConfig, FairDevice, SharedDepth, StreamKey};
+pub use self::fair::{FAIR_WEIGHTS_MAX, FairConfig, FairDevice, SharedDepth, SharedTenure, StreamKey};
 pub use self::kyber::KyberConfig;
 pub use self::timeslice::{SliceKey, SliceOrder, TimesliceConfig};
 use crate::{Bio, DeviceInfo};

@@ -53,19 +53,19 @@ fn model(name: &str, preemptions: usize, story: impl Fn(SharedDepth) + Sync + Se
 /// A round in which the queue would submit one more bio.
 fn look(share: &mut DepthShare, now_ns: u64) {
     share.wants(now_ns);
-    share.fits(COST, true, 1, now_ns);
+    share.fits(COST, true, now_ns);
 }
 
 #[test]
 fn a_queue_that_reads_news_knows_the_other_queue() {
     model("a queue joins", 3, |shared| {
-        let mut first = shared.join(0);
+        let mut first = shared.join(0, 100);
         look(&mut first, 1);
         first.took(COST);
         look(&mut first, 2);
         assert!(!first.has_company());
         let other = thread::spawn(move || {
-            let mut second = shared.join(0);
+            let mut second = shared.join(0, 100);
             second.wants(3);
             second
         });
@@ -86,9 +86,9 @@ fn two_queues_that_begin_at_once_know_each_other() {
         share
     }
     model("two queues begin", 2, |shared| {
-        let second = shared.join(0);
+        let second = shared.join(0, 100);
         let other = thread::spawn(move || begin(second));
-        let mut shares = [begin(shared.join(0)), other.join().unwrap()];
+        let mut shares = [begin(shared.join(0, 100)), other.join().unwrap()];
         for share in &mut shares {
             look(share, 3);
             assert!(share.has_company());
@@ -100,14 +100,14 @@ fn two_queues_that_begin_at_once_know_each_other() {
 fn a_queue_that_reads_news_knows_the_limit() {
     model("the limit changes", 3, |shared| {
         // The measured queue is idle now: otherwise the other one would check in every round.
-        let mut measured = shared.join(0);
+        let mut measured = shared.join(0, 100);
         measured.wants(1);
         (0..2 * TURN_ENDS).for_each(|_| measured.took(COST));
         // The limit was reached: otherwise the measurement says nothing about the depth.
-        measured.wait_ns(COST, 1, 1);
+        measured.wait_ns(COST, 1);
         let mut now_ns = 2 * ALONE_NS;
         (0..TURN_ENDS).for_each(|_| measured.ended(COST, now_ns));
-        let mut alone = shared.join(0);
+        let mut alone = shared.join(0, 100);
         look(&mut alone, now_ns);
         alone.took(COST);
         now_ns += TURN_NS;
@@ -127,7 +127,7 @@ fn a_queue_that_reads_news_knows_the_limit() {
 #[test]
 fn counts_never_decrease_when_a_submitter_gets_a_new_owner() {
     model("a submitter gets a new owner", 2, |shared| {
-        let mut leaves = shared.join(0);
+        let mut leaves = shared.join(0, 100);
         (0..3).for_each(|_| leaves.took(COST));
         let other = thread::spawn(move || {
             // Each is written down at once; the regulator counts both.
@@ -135,7 +135,7 @@ fn counts_never_decrease_when_a_submitter_gets_a_new_owner() {
             leaves.ended(COST, 2 * LOOK_NS);
         });
         // On the same submitter, if the other owner has left it by now.
-        let mut joins = shared.join(0);
+        let mut joins = shared.join(0, 100);
         joins.took(COST);
         joins.ended(COST, 5 * LOOK_NS);
         other.join().unwrap();

@@ -28,15 +28,17 @@ mod hold_off;
 mod line;
 mod room;
 mod shared;
+mod tenure;
 mod turn;
 
 use self::device::DeviceEstimate;
 use self::history::StreamHistory;
-use self::hold_off::WriteHoldOff;
 use self::line::{MemberQueue, MemberShare};
 use self::room::Room;
 use self::shared::DepthShare;
 pub use self::shared::SharedDepth;
+pub use self::tenure::SharedTenure;
+use self::tenure::Tenure;
 use self::turn::ActiveTurn;
 use super::sequences::Sequences;
 use super::slots::{List, Slots};
@@ -47,7 +49,7 @@ use crate::{Bio, DeviceInfo, Op, Priority};
 /// Classes of priority.
 const CLASSES: usize = Priority::ALL.len();
 /// Default weight of a stream.
-pub(super) const WEIGHT: u32 = 100;
+pub(super) const WEIGHT: u32 = FairConfig::WEIGHT as u32;
 /// Longest wait of a lower class behind a more urgent one; and of a stream in a mix that has used up its share, behind
 /// returning streams.
 const CLASS_LATE_NS: u64 = 2_000_000_000;
@@ -122,6 +124,8 @@ pub struct FairConfig {
     pub in_flight_kib: u32,
     /// Whether each queue of the device has its own depth and ignores the others.
     pub per_queue: bool,
+    /// Weight of the queue beside others of its device, from [`FairConfig::WEIGHT_MIN`] to [`FairConfig::WEIGHT_MAX`].
+    pub weight: u16,
     /// Weights of submitters, by their numbers, 10 to 1000; all others have 100. Those of weight zero are no entries.
     pub weights: [(u32, u16); FAIR_WEIGHTS_MAX],
 }
@@ -141,12 +145,20 @@ impl Default for FairConfig {
             stream: StreamKey::default(),
             in_flight_kib: 0,
             per_queue: false,
+            weight: FairConfig::WEIGHT,
             weights: [(0, 0); FAIR_WEIGHTS_MAX],
         }
     }
 }
 
 impl FairConfig {
+    /// Usual weight of a queue beside others of its device.
+    pub const WEIGHT: u16 = 100;
+    /// Lower bound of weights.
+    pub const WEIGHT_MIN: u16 = 10;
+    /// Upper bound of weights.
+    pub const WEIGHT_MAX: u16 = 1000;
+
     /// Shares a disk like CFQ, which idles for the owner of a turn for `idle_ms`: 8 ms, or 0.
     pub fn like_cfq(idle_ms: u32) -> FairConfig {
         FairConfig { idle_ms, drain: false, device: FairDevice::Seeks, ..FairConfig::default() }
@@ -192,8 +204,8 @@ pub(crate) struct Fair {
     /// Slots of the random streams of each class, as one member.
     seek_groups: [u32; CLASSES],
     turn: Option<ActiveTurn>,
-    /// How long the device is left alone after a turn of writes.
-    hold_off: WriteHoldOff,
+    /// When this queue, of all of the device, has it.
+    tenure: Tenure,
     /// Writeback credit of the streams.
     room: Room,
     /// Sorted batch of the turn's owner: distance ahead of its position, and slot, of each bio; the nearest one last.
@@ -207,9 +219,8 @@ pub(crate) struct Fair {
     /// Whether the front of a mix has been served and had more bios. It goes to the back before the next call: until
     /// then its bios join the request made, and a stream whose bios all joined leaves the queue.
     served: [bool; CLASSES],
-    /// Streams with a bio waiting or in flight, and their total weight.
+    /// Streams with a bio waiting or in flight.
     busy: usize,
-    weight: u64,
 }
 
 /// Charge of a bio in the depth of a device.
@@ -248,13 +259,13 @@ impl Fair {
             sequences: Sequences::new(),
             device: DeviceEstimate::new(seeks),
             depth: if config.per_queue { SharedDepth::default() } else { info.depth.clone() }
-                .join(config.in_flight_kib),
+                .join(config.in_flight_kib, config.weight),
             shared_until_ns: 0,
             turns: Priority::ALL.map(|_| MemberQueue::new(turn::least_ns(&config), LATE_NS)),
             mixes: Priority::ALL.map(|_| MemberQueue::new(1, LATE_NS)),
             seek_groups,
             turn: None,
-            hold_off: WriteHoldOff::default(),
+            tenure: if config.per_queue { SharedTenure::default() } else { info.tenure.clone() }.join(&config),
             room: Room::default(),
             batch: Vec::with_capacity(bios_max),
             last: None,
@@ -263,7 +274,6 @@ impl Fair {
             mixing: [0; CLASSES],
             served: [false; CLASSES],
             busy: 0,
-            weight: 0,
         }
     }
 
@@ -275,7 +285,7 @@ impl Fair {
 
     fn weight_of(&self, submitter: u32) -> u32 {
         let entry = self.config.weights.iter().find(|(number, weight)| *number == submitter && *weight > 0);
-        entry.map_or(WEIGHT, |(_, weight)| u32::from((*weight).clamp(10, 1000)))
+        entry.map_or(WEIGHT, |(_, weight)| u32::from((*weight).clamp(FairConfig::WEIGHT_MIN, FairConfig::WEIGHT_MAX)))
     }
 
     /// Share of a mix's member in a round.
@@ -398,11 +408,11 @@ impl Fair {
         let Some(first) = stream.bios.first() else { unreachable!("it has bios") };
         let cost = cost(self.slots.bio(first));
         let several = self.is_shared(now_ns);
-        if !self.depth.fits(cost, several, self.weight, now_ns) {
+        if !self.depth.fits(cost, several, now_ns) {
             // A light stream with no request in flight does not wait for heavy ones.
             let may_pass = self.mixes[class].front_is_light() && stream.in_flight == 0;
             if !may_pass || self.depth.is_far_beyond(cost) {
-                let until_ns = self.depth.wait_ns(cost, self.weight, now_ns);
+                let until_ns = self.depth.wait_ns(cost, now_ns);
                 if now_ns < until_ns {
                     return Selected::Wait(until_ns);
                 }
@@ -480,6 +490,7 @@ impl Fair {
     #[inline(never)]
     fn change_kind(&mut self, now_ns: u64) {
         let owner = self.turn.take().map(|turn| turn.who).filter(|who| !self.seek_groups.contains(who));
+        self.tenure.leave(now_ns);
         self.batch.clear();
         self.mixing = [0; CLASSES];
         for class in 0..CLASSES {
@@ -529,7 +540,6 @@ impl Scheduler for Fair {
         self.depth.wants(now_ns);
         if alone {
             self.busy += 1;
-            self.weight += u64::from(self.streams.get(at).share.weight);
         }
         if self.busy > 1 {
             self.shared_until_ns = now_ns + SHARED_NS;
@@ -548,9 +558,9 @@ impl Scheduler for Fair {
         if room == 0 {
             return None;
         }
-        let (depth, weight) = (&mut self.depth, self.weight);
+        let depth = &mut self.depth;
         let mut fits = |bio: &Bio| {
-            let there_is_room = !shared || depth.fits(cost(bio), several, weight, now_ns);
+            let there_is_room = !shared || depth.fits(cost(bio), several, now_ns);
             u64::from(bio.sectors) <= room && there_is_room && fits(bio)
         };
         let stream = self.streams.get_mut(at);
@@ -578,11 +588,10 @@ impl Scheduler for Fair {
         stream.in_flight -= 1;
         stream.history.ended(now_ns);
         let (class, mixes) = (usize::from(stream.class), stream.mixes);
-        let (over, weight) = (stream.in_flight == 0 && stream.bios.is_empty(), stream.share.weight);
+        let over = stream.in_flight == 0 && stream.bios.is_empty();
         self.out[class] -= 1;
         if over {
             self.busy -= 1;
-            self.weight -= u64::from(weight);
         }
         self.ended_in_turn(at, if mixes { self.seek_groups[class] } else { at }, start_ns, now_ns);
         if over {
@@ -612,6 +621,7 @@ impl Scheduler for Fair {
             stream,
             in_flight_kib,
             per_queue,
+            weight,
             weights,
         } = self.config;
         let stream = match stream {
@@ -644,6 +654,7 @@ impl Scheduler for Fair {
             ("busy", self.busy as u64),
             ("depth_kib", self.depth.depth() >> 10),
             ("in_flight", self.in_flight() as u64),
+            ("weight", u64::from(weight)),
         ];
         if let Some(turn) = &self.turn {
             let key = self.streams.stream(turn.who);

@@ -5,9 +5,10 @@
 //! reads a single word that says whether they have changed. All of them together use no more than the
 //! [depth](super::depth) that keeps the device busy:
 //!
-//! * a queue with no request in flight may always have one, at once and without reading the slots;
-//! * while there is room every queue may dispatch, unless one with less than a fair share was refused: then only such
-//!   queues;
+//! * a queue with no request in flight may have one, at once and without reading the slots;
+//! * while there is room every queue may dispatch;
+//! * a queue that has dispatched more for its weight than one that was refused for lack of room lets that one go first,
+//!   if the difference is more than [`AHEAD_MAX`]: start-time fair queueing (Goyal and others, 1996);
 //! * a stream that is alone on the device has no limit.
 //!
 //! **No wake-ups.** A refused queue has requests in flight and asks again when one ends; and after [`AGAIN_NS`], in
@@ -34,6 +35,11 @@ const MEMBERS_MAX: usize = if cfg!(loom) { 4 } else { 256 };
 const AGAIN_NS: u64 = 1_000_000;
 /// A refused queue that has not asked for this long no longer counts as waiting: its lane is busy with other work.
 const LACKING_NS: u64 = 4 * AGAIN_NS;
+/// How far a queue may be ahead of others that wait, at the default weight: a few dozen small bios, so that a lane's
+/// batches stay whole.
+const AHEAD_MAX: u64 = 256 << 10;
+/// How far a queue may be behind, for what it did not want.
+const BEHIND_MAX: u64 = 2 * AHEAD_MAX;
 /// A queue is alone when no other has submitted for this long. Until then it has the depth that keeps the device busy,
 /// at nearly no cost, and an occasional submitter does not find the device full.
 const ALONE_NS: u64 = 1_000_000_000;
@@ -42,6 +48,8 @@ const SEEN_NS: u64 = 1_000_000;
 /// A queue idle for this long announces it to those that may be alone now. Half of `ALONE_NS`, since the clocks of two
 /// lanes differ by up to a round.
 const NEWS_NS: u64 = ALONE_NS / 2;
+/// What a unit counts at the default weight.
+const ONE: u64 = 1 << 10;
 /// Interval of the device's measurement: a small part of the turns of [`Depth`].
 const LOOK_NS: u64 = 250_000;
 
@@ -91,9 +99,9 @@ struct DepthMember {
     /// Amount in flight, and its maximum since the turn began.
     has: AtomicU64,
     peak: AtomicU64,
-    /// Total weight of this queue's active streams.
-    weight: AtomicU64,
-    /// When it was last refused with less than its share; zero if it has had its due since.
+    /// Amount that it has had at the device, at the default weight.
+    had: AtomicU64,
+    /// When it was last refused for lack of room; zero if it has dispatched since.
     lacking_ns: AtomicU64,
     /// When it last wanted something.
     seen_ns: AtomicU64,
@@ -111,7 +119,10 @@ pub(super) struct DepthShare {
     number: usize,
     /// Configured depth; `None` for the measured one.
     given: Option<u64>,
+    /// What a unit counts at its weight, in parts of [`ONE`].
+    part: u64,
     has: u64,
+    had: u64,
     peak: u64,
     turn: u64,
     ends: u64,
@@ -132,23 +143,23 @@ pub(super) struct DepthShare {
 struct Others {
     limit: DepthLimit,
     has: u64,
-    weight: u64,
     ended_ns: u64,
-    lacking: bool,
+    /// The least that one has had which waits for room.
+    lacking: Option<u64>,
     /// They have wanted something of late.
     recent: bool,
 }
 
 impl SharedDepth {
-    /// Access for one more queue; all together may use this many KiB, or, for 0, the amount measured to keep the device
-    /// busy.
-    pub(super) fn join(&self, in_flight_kib: u32) -> DepthShare {
+    /// Access for one more queue with this part of the usual weight, in hundredths; all together may use this many KiB,
+    /// or, for 0, the amount measured to keep the device busy.
+    pub(super) fn join(&self, in_flight_kib: u32, percent: u16) -> DepthShare {
         let table = self.0.get_or_init(|| Arc::new(Table::new()));
         let take = |member: &Arc<CachePadded<DepthMember>>| {
             member.0.taken.compare_exchange(false, true, Acquire, Relaxed).is_ok()
         };
         let Some(number) = table.members.iter().position(take) else {
-            return SharedDepth::default().join(in_flight_kib);
+            return SharedDepth::default().join(in_flight_kib, percent);
         };
         table.read.0.used.fetch_max(number + 1, Relaxed);
         let member = &table.members[number].0;
@@ -157,7 +168,9 @@ impl SharedDepth {
             member: Arc::clone(&table.members[number]),
             number,
             given: Some(u64::from(in_flight_kib) << 10).filter(|given| *given > 0),
+            part: ONE * 100 / u64::from(percent.max(1)),
             has: 0,
+            had: 0,
             peak: 0,
             turn: 0,
             ends: member.ends.load(Relaxed),
@@ -246,23 +259,29 @@ impl DepthShare {
         self.others.recent
     }
 
-    /// Whether the queue may dispatch a bio of this cost. Its active streams have this much, and are `several` or one.
+    /// Whether the queue may dispatch a bio of this cost. It has `several` active streams, or one.
     #[inline]
-    pub(super) fn fits(&mut self, cost: u64, several: bool, weight: u64, now_ns: u64) -> bool {
-        if self.has == 0 {
+    pub(super) fn fits(&mut self, cost: u64, several: bool, now_ns: u64) -> bool {
+        if self.has == 0 && !self.is_ahead() {
             return true;
         }
         if now_ns != self.round_ns {
             let news = self.table.read.0.news.load(Acquire);
             if self.others.recent || news != self.news {
-                self.look_at_others(news, weight, now_ns);
+                self.look_at_others(news, now_ns);
             }
         }
         let others = &self.others;
         if !several && !others.recent {
             return true;
         }
-        others.limit.fits(others.has + self.has, cost) && (!others.lacking || self.has < self.fair_share(weight))
+        !self.is_ahead() && (self.has == 0 || others.limit.fits(others.has + self.has, cost))
+    }
+
+    /// Whether one that waits has had so much less that it goes first.
+    #[inline]
+    fn is_ahead(&self) -> bool {
+        self.others.lacking.is_some_and(|least| self.had > least + AHEAD_MAX)
     }
 
     /// Whether the device has more than twice its depth, or would have it with this bio.
@@ -272,19 +291,19 @@ impl DepthShare {
 
     /// A bio does not fit: the time until which to wait, unless a request of the queue ends before. `u64::MAX` if only
     /// that helps.
-    pub(super) fn wait_ns(&mut self, cost: u64, weight: u64, now_ns: u64) -> u64 {
+    pub(super) fn wait_ns(&mut self, cost: u64, now_ns: u64) -> u64 {
         let bound = &self.table.read.0.bound;
         if !bound.load(Relaxed) {
             bound.store(true, Relaxed);
         }
-        let Others { limit, has, lacking, ended_ns, recent, .. } = self.others;
-        let again_ns = if has > 0 { now_ns + AGAIN_NS } else { u64::MAX };
+        let Others { limit, has, ended_ns, recent, .. } = self.others;
+        let again_ns = if has > 0 || self.has == 0 { now_ns + AGAIN_NS } else { u64::MAX };
+        if self.is_ahead() {
+            self.lacks(0);
+            return again_ns;
+        }
         if recent {
-            let lacks = self.has < self.fair_share(weight);
-            self.lacks(if lacks { now_ns.max(1) } else { 0 });
-            if lacking && !lacks {
-                return again_ns;
-            }
+            self.lacks(now_ns.max(1));
         }
         let fits_at_ns = limit.fits_at_ns(has + self.has, cost, self.ended_ns.max(ended_ns));
         fits_at_ns.map_or(again_ns, |fits_at_ns| fits_at_ns.min(again_ns))
@@ -296,21 +315,19 @@ impl DepthShare {
         self.member.0.lacking_ns.store(since_ns, Relaxed);
     }
 
-    fn fair_share(&self, weight: u64) -> u64 {
-        let Others { limit, weight: others, .. } = self.others;
-        limit.all * weight / (weight + others).max(1)
-    }
-
     #[inline(never)]
-    fn look_at_others(&mut self, news: u64, weight: u64, now_ns: u64) {
+    fn look_at_others(&mut self, news: u64, now_ns: u64) {
         let table = &self.table;
         let Read { limit, small, mib_ns, .. } = &table.read.0;
         let [all, small, mib_ns] = [limit, small, mib_ns].map(|word| word.load(Relaxed));
         let measured = DepthLimit { all, small, mib_ns };
         let limit = self.given.map_or(measured, |given| DepthLimit { all: given, small: given, ..measured });
         let mut others = Others { limit, ..Others::default() };
+        let mut most = 0;
         for (number, member) in table.members().iter().enumerate() {
             let member = &member.0;
+            let had = member.had.load(Relaxed);
+            most = most.max(had);
             let seen_ns = member.seen_ns.load(Relaxed);
             if number == self.number || seen_ns == 0 || now_ns.saturating_sub(seen_ns) >= ALONE_NS {
                 continue;
@@ -318,13 +335,16 @@ impl DepthShare {
             let (has, lacking_ns) = (member.has.load(Relaxed), member.lacking_ns.load(Relaxed));
             others.recent = true;
             others.has += has;
-            others.weight += if has > 0 { member.weight.load(Relaxed) } else { 0 };
-            others.lacking |= lacking_ns > 0 && now_ns.saturating_sub(lacking_ns) < LACKING_NS;
+            if lacking_ns > 0 && now_ns.saturating_sub(lacking_ns) < LACKING_NS {
+                others.lacking = Some(others.lacking.map_or(had, |least| least.min(had)));
+            }
             others.ended_ns = others.ended_ns.max(member.ended_ns.load(Relaxed));
         }
-        let member = &self.member.0;
-        if member.weight.load(Relaxed) != weight {
-            member.weight.store(weight, Relaxed);
+        // What it did not want earlier is not made up for.
+        let had = most.saturating_sub(BEHIND_MAX);
+        if self.had < had {
+            self.had = had;
+            self.member.0.had.store(had, Relaxed);
         }
         (self.others, self.round_ns, self.news) = (others, now_ns, news);
     }
@@ -351,7 +371,9 @@ impl DepthShare {
     #[inline]
     pub(super) fn took(&mut self, cost: u64) {
         self.has += cost;
+        self.had += cost * self.part / ONE;
         self.member.0.has.store(self.has, Relaxed);
+        self.member.0.had.store(self.had, Relaxed);
         if self.lacking {
             self.lacks(0);
         }
@@ -398,7 +420,7 @@ impl DepthShare {
 impl Drop for DepthShare {
     fn drop(&mut self) {
         let member = &self.member.0;
-        for word in [&member.has, &member.peak, &member.weight, &member.lacking_ns, &member.seen_ns, &member.ended_ns] {
+        for word in [&member.has, &member.had, &member.peak, &member.lacking_ns, &member.seen_ns, &member.ended_ns] {
             word.store(0, Relaxed);
         }
         // Pairs with the acquire of the slot's next owner, which continues the count of completions.
@@ -424,6 +446,8 @@ impl std::fmt::Debug for DepthShare {
 
 #[cfg(all(test, not(any(loom, shuttle))))]
 mod tests {
+    use std::collections::VecDeque;
+
     use super::*;
 
     const COST: u64 = 12 << 10;
@@ -432,15 +456,15 @@ mod tests {
     /// Queues that share a device of so many slots, with one stream each.
     fn queues(count: usize, places: u32) -> Vec<DepthShare> {
         let shared = SharedDepth::default();
-        (0..count).map(|_| shared.join(places * 12)).collect()
+        (0..count).map(|_| shared.join(places * 12, 100)).collect()
     }
 
     /// Takes small bios until no more fit, or it has `most`; returns how many it took.
     fn take(share: &mut DepthShare, most: usize, now_ns: u64) -> usize {
         share.wants(now_ns);
         for took in 0..most {
-            if !share.fits(COST, false, 100, now_ns) {
-                share.wait_ns(COST, 100, now_ns);
+            if !share.fits(COST, false, now_ns) {
+                share.wait_ns(COST, now_ns);
                 return took;
             }
             share.took(COST);
@@ -509,51 +533,80 @@ mod tests {
         }
     }
 
-    #[test]
-    fn queues_that_all_want_more_come_to_have_as_much_as_each_other() {
-        let mut queues = queues(4, 16);
+    /// Has queues of these weights want everything, at a device of 16 places of which the oldest ends first. Returns
+    /// how many requests of each have ended after so many in all.
+    fn backlogged<const N: usize>(weights: [u16; N], ends: u64) -> [u64; N] {
+        let shared = SharedDepth::default();
+        let mut queues = weights.map(|weight| shared.join(16 * 12, weight));
         queues.iter_mut().for_each(|share| share.wants(1));
-        assert_eq!(take(&mut queues[0], 100, MS), 16);
-        let mut has = [16, 0, 0, 0];
-        for round in 2..60 {
-            for (share, has) in queues.iter_mut().zip(&mut has) {
-                // One request of each ends, and every queue dispatches as much as it may.
-                let ends = (*has).min(1);
-                end(share, ends, round * MS);
-                *has = *has + take(share, 100, round * MS) - ends;
+        let (mut device, mut ended) = (VecDeque::new(), [0; N]);
+        for round in 0..ends {
+            let now_ns = MS + round * 10_000;
+            for (at, share) in queues.iter_mut().enumerate() {
+                device.extend((0..take(share, 100, now_ns)).map(|_| at));
             }
-            assert!(has.iter().sum::<usize>() <= 16 + 3, "{has:?}");
+            assert!(device.len() <= 16 + N, "{}", device.len());
+            let at = device.pop_front().unwrap();
+            end(&mut queues[at], 1, now_ns);
+            ended[at] += 1;
         }
-        assert!(has.iter().all(|has| (3..=5).contains(has)), "{has:?}");
+        ended
     }
 
     #[test]
-    fn shares_go_by_weight_and_a_share_that_nobody_wants_is_everybodys() {
+    fn queues_that_all_want_more_get_as_much_as_each_other() {
+        let ended = backlogged([100; 4], 4000);
+        assert!(ended.iter().all(|ended| (950..=1050).contains(ended)), "{ended:?}");
+    }
+
+    #[test]
+    fn queues_get_as_much_as_their_weights() {
+        let ended = backlogged([100, 200, 400], 7000);
+        for (ended, weight) in ended.iter().zip([1, 2, 4]) {
+            assert!((930..=1070).contains(&(ended / weight)), "{ended} for {weight}");
+        }
+    }
+
+    #[test]
+    fn a_share_that_nobody_wants_is_everybodys() {
         let mut queues = queues(2, 12);
         queues.iter_mut().for_each(|share| share.wants(1));
-        let mut has = [take(&mut queues[0], 100, MS), 0];
-        for round in 2..60 {
-            for (at, weight) in [(0, 100), (1, 200)] {
-                let (share, now_ns) = (&mut queues[at], round * MS);
-                let ends = has[at].min(1);
-                end(share, ends, now_ns);
-                has[at] -= ends;
-                while share.fits(COST, false, weight, now_ns) {
-                    share.took(COST);
-                    has[at] += 1;
-                }
-                share.wait_ns(COST, weight, now_ns);
+        let mut has = take(&mut queues[0], 100, MS);
+        for round in 2..1000 {
+            // The second wants one at a time, and has it at once.
+            assert_eq!(take(&mut queues[1], 1, round * MS), 1);
+            has += take(&mut queues[0], 100, round * MS);
+            end(&mut queues[1], 1, round * MS);
+            end(&mut queues[0], 1, round * MS);
+            has -= 1;
+            assert!(has >= 10, "{has}");
+        }
+    }
+
+    #[test]
+    fn a_queue_that_was_alone_owes_nothing_and_one_that_was_away_is_owed_nothing() {
+        let mut queues = queues(2, 8);
+        // The first is alone, then the second.
+        for at in [0, 1] {
+            for round in 0..1000 {
+                let now_ns = (at as u64 + 1) * 10 * ALONE_NS + round * MS;
+                let took = take(&mut queues[at], 100, now_ns);
+                end(&mut queues[at], took, now_ns);
             }
         }
-        assert!((3..=5).contains(&has[0]) && (7..=9).contains(&has[1]), "{has:?}");
-        // The second wants one at a time from now on.
-        end(&mut queues[1], has[1], 60 * MS);
-        for round in 61..70 {
-            assert_eq!(take(&mut queues[1], 1, round * MS), 1);
-            has[0] += take(&mut queues[0], 100, round * MS);
-            end(&mut queues[1], 1, round * MS);
+        let (mut took, mut has) = ([0; 2], [0; 2]);
+        for round in 0..1000 {
+            let now_ns = 20 * ALONE_NS + (1000 + round) * MS;
+            for at in [0, 1] {
+                let more = take(&mut queues[at], 100, now_ns);
+                (took[at], has[at]) = (took[at] + more, has[at] + more);
+            }
+            for at in [0, 1] {
+                end(&mut queues[at], has[at], now_ns);
+                has[at] = 0;
+            }
         }
-        assert!(has[0] >= 11, "{has:?}");
+        assert!(took[0].abs_diff(took[1]) < 100, "{took:?}");
     }
 
     #[test]
@@ -561,7 +614,7 @@ mod tests {
         let mut queues = queues(2, 8);
         take(&mut queues[0], 8, MS);
         assert_eq!(take(&mut queues[1], 2, MS), 1);
-        assert_eq!(queues[1].wait_ns(COST, 100, MS), MS + AGAIN_NS);
+        assert_eq!(queues[1].wait_ns(COST, MS), MS + AGAIN_NS);
         end(&mut queues[0], 8, MS);
         assert_eq!(take(&mut queues[1], 2, 2 * MS), 2);
     }
@@ -569,16 +622,16 @@ mod tests {
     #[test]
     fn a_queue_that_is_gone_leaves_nothing_behind_and_its_member_to_the_next() {
         let shared = SharedDepth::default();
-        let mut stays = shared.join(96);
+        let mut stays = shared.join(96, 100);
         for number in 0..2 * MEMBERS_MAX {
-            let mut goes = shared.join(96);
+            let mut goes = shared.join(96, 100);
             assert_eq!(goes.number, 1);
             take(&mut goes, 8, MS + number as u64);
         }
         assert_eq!(take(&mut stays, 100, 2 * MS), 100, "it is alone");
         end(&mut stays, 100, 3 * MS);
         // More than there are members for: the last one is by itself.
-        let more: Vec<_> = (0..MEMBERS_MAX).map(|_| shared.join(96)).collect();
+        let more: Vec<_> = (0..MEMBERS_MAX).map(|_| shared.join(96, 100)).collect();
         assert!(!Arc::ptr_eq(&more[MEMBERS_MAX - 1].table, &stays.table) && Arc::ptr_eq(&more[0].table, &stays.table));
     }
 
@@ -586,18 +639,18 @@ mod tests {
     fn one_depth_is_learned_for_all() {
         // 100 us each, and 16 at a time: the demand of both.
         let shared = SharedDepth::default();
-        let mut queues = [shared.join(0), shared.join(0)];
-        let (mut has, mut now_ns, mut of) = ([0_usize; 2], 0, 0);
+        let mut queues = [shared.join(0, 100), shared.join(0, 100)];
+        let (mut device, mut has, mut now_ns) = (VecDeque::new(), [0_usize; 2], 0);
         while now_ns < 20_000 * MS {
-            for (share, has) in queues.iter_mut().zip(&mut has) {
-                *has += take(share, 128 - *has, now_ns);
+            for (at, share) in queues.iter_mut().enumerate() {
+                let took = take(share, 128 - has[at], now_ns);
+                has[at] += took;
+                device.extend((0..took).map(|_| at));
             }
-            let all: usize = has.iter().sum();
-            now_ns += 100_000 / all.min(16) as u64;
-            // By turns, as long as both have something there.
-            of = if has[1 - of] > 0 { 1 - of } else { of };
-            end(&mut queues[of], 1, now_ns);
-            has[of] -= 1;
+            now_ns += 100_000 / device.len().min(16) as u64;
+            let at = device.pop_front().unwrap();
+            end(&mut queues[at], 1, now_ns);
+            has[at] -= 1;
         }
         let depth = queues[0].depth() / COST;
         assert!((15..=20).contains(&depth) && queues[1].depth() / COST == depth, "{depth}");

@@ -37,6 +37,9 @@ const BATCH: usize = 64;
 /// The same for asynchronous writes: some MiB of small ones.
 const BATCH_ASYNC: usize = 1024;
 
+/// A device is kept for this long after the time for which it is idled for: a timer may be late.
+const LATE_NS: u64 = 2_000_000;
+
 /// The turn that lasts.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ActiveTurn {
@@ -67,6 +70,15 @@ pub(super) fn least_ns(config: &FairConfig) -> i64 {
     TURN_MIN_NS.min(u64::from(config.slice_ms.max(1)) * 500_000) as i64
 }
 
+/// Share of this weight in a round, ns, where all have so much.
+pub(super) fn share_ns(config: &FairConfig, weight: u32, all: u64) -> u64 {
+    let usual = u64::from(WEIGHT);
+    let slice_ns = u64::from(config.slice_ms.max(1)) * 1_000_000;
+    let target_ns = u64::from(config.target_ms) * 1_000_000;
+    let each_ns = (target_ns / all.max(1)).clamp(SLICE_MIN_NS.min(slice_ns) / usual, slice_ns / usual);
+    (u64::from(weight) * each_ns).max(1)
+}
+
 impl Fair {
     /// Queues a member that is in no queue for turns.
     pub(super) fn line_up(&mut self, at: u32, now_ns: u64) {
@@ -95,30 +107,33 @@ impl Fair {
         let owner = owner.map_or(0, |turn| self.streams.get(turn.who).share.weight);
         let own = if share.queued { 0 } else { share.weight };
         let all = self.turns[class].weight() + u64::from(own) + u64::from(owner);
-        let weight = u64::from(WEIGHT);
-        let slice_ns = u64::from(self.config.slice_ms.max(1)) * 1_000_000;
-        let target_ns = u64::from(self.config.target_ms) * 1_000_000;
-        let each_ns = (target_ns / all.max(1)).clamp(SLICE_MIN_NS.min(slice_ns) / weight, slice_ns / weight);
-        (u64::from(share.weight) * each_ns).max(1) as i64
+        share_ns(&self.config, share.weight, all) as i64
     }
 
     pub(super) fn next_turn(&mut self, now_ns: u64) -> Selected {
         loop {
             let Some(mut turn) = self.turn else {
+                if self.waiting.iter().all(|waiting| *waiting == 0) {
+                    self.tenure.leave(now_ns);
+                    return Selected::Wait(u64::MAX);
+                }
+                if let Some(again_ns) = self.tenure.take(now_ns) {
+                    return Selected::Wait(again_ns);
+                }
                 if self.take_turn(now_ns) {
                     continue;
                 }
                 return Selected::Wait(u64::MAX);
             };
             let own = self.waiting_of(turn.who, turn.class);
-            let others = self.waiting.iter().sum::<usize>() > own;
+            let others = self.waiting.iter().sum::<usize>() > own || self.tenure.is_wanted(now_ns);
             let preempted = !turn.late && self.waiting[..turn.class].iter().any(|waiting| *waiting > 0);
             let end_ns = turn.began_ns.map_or(u64::MAX, |began_ns| began_ns + turn.slice_ns);
             if now_ns >= end_ns && !others {
                 turn.began_ns = Some(now_ns);
             }
             let used_up = now_ns >= end_ns || turn.bytes >= turn.bytes_max;
-            turn.closing |= preempted || (used_up && others);
+            turn.closing |= preempted || (used_up && others) || self.tenure.is_over(now_ns) || !self.tenure.holds();
             self.turn = Some(turn);
             let in_flight = self.in_flight();
             if turn.closing {
@@ -127,6 +142,7 @@ impl Fair {
                 }
                 let hold_off_end_ns = self.hold_off_end_ns(&turn);
                 if !preempted && now_ns < hold_off_end_ns {
+                    self.tenure.keep(hold_off_end_ns + LATE_NS);
                     return Selected::Wait(hold_off_end_ns);
                 }
                 self.end_turn(now_ns);
@@ -135,6 +151,7 @@ impl Fair {
                     return Selected::Wait(u64::MAX);
                 }
                 if let Some(next) = self.next_of_turn(&turn, now_ns) {
+                    self.tenure.works();
                     return next;
                 }
             } else if !others || (in_flight > 0 && self.config.idle_ms > 0) {
@@ -142,6 +159,7 @@ impl Fair {
             } else {
                 let until_ns = self.idle_until_ns(&turn).min(end_ns);
                 if now_ns < until_ns {
+                    self.tenure.keep(until_ns + LATE_NS);
                     return Selected::Wait(until_ns);
                 }
                 if let Some(turn) = &mut self.turn {
@@ -159,7 +177,7 @@ impl Fair {
     /// Time at which the device has destaged the writes of a turn.
     fn hold_off_end_ns(&self, turn: &ActiveTurn) -> u64 {
         let waits = self.config.drain && !self.streams.get(turn.who).sync;
-        if waits { turn.ended_ns + self.hold_off.ns() } else { 0 }
+        if waits { turn.ended_ns + self.tenure.hold_off_ns() } else { 0 }
     }
 
     /// Whether one more would end within the turn.
@@ -197,7 +215,8 @@ impl Fair {
             }
             self.turns[class].pop(&mut self.streams);
             let late = self.waiting[..class].iter().any(|waiting| *waiting > 0);
-            let alone = self.waiting.iter().sum::<usize>() == self.waiting_of(who, class);
+            let alone =
+                self.waiting.iter().sum::<usize>() == self.waiting_of(who, class) && !self.tenure.is_wanted(now_ns);
             let stream = self.streams.get(who);
             let is_one = stream.sync && who != self.seek_groups[class];
             let others = self.turns[class].len();
@@ -236,7 +255,7 @@ impl Fair {
         let FairStream { share, sync, .. } = self.streams.get_mut(turn.who);
         share.credit -= used_ns as i64;
         if !*sync {
-            self.hold_off.wrote(now_ns);
+            self.tenure.wrote(now_ns);
             self.room.wrote(turn.bytes, turn.alone);
         } else if is_seek_group {
             self.room.seek_group_served();
@@ -295,13 +314,17 @@ impl Fair {
             let gap_ns = now_ns.saturating_sub(turn.ended_ns.max(start_ns));
             let stream = self.streams.get_mut(who);
             if stream.sync && who == at && self.config.drain {
-                turn.lost_ns += self.hold_off.read(gap_ns, u64::from(stream.gap_ns), now_ns);
+                turn.lost_ns += self.tenure.read(gap_ns, u64::from(stream.gap_ns), now_ns);
             }
             let mean_ns = &mut stream.gap_ns;
             *mean_ns = ((u64::from(*mean_ns) * 7 + gap_ns.min(history::IDLE_NS * 8)) / 8) as u32;
         }
         turn.began_ns.get_or_insert(now_ns);
         (turn.ended_ns, turn.last) = (now_ns, at);
+        self.tenure.ended(now_ns);
+        if self.in_flight() == 0 {
+            self.tenure.keep(now_ns + u64::from(self.config.idle_ms) * 1_000_000);
+        }
     }
 }
 

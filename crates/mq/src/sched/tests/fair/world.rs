@@ -29,12 +29,16 @@ struct Reader {
     op: Op,
     /// Its bios name no submitter.
     unknown: bool,
+    /// Hardware queue through which it reads.
+    queue: usize,
     // Progress.
     sent: u64,
     ended: u64,
     due_ns: Vec<u64>,
     waited_ns: Vec<u64>,
     over_ns: u64,
+    /// Time that the device spent on it.
+    served_ns: u64,
 }
 
 impl Reader {
@@ -46,11 +50,13 @@ impl Reader {
             random: false,
             op: Op::Read,
             unknown: false,
+            queue: 0,
             sent: 0,
             ended: 0,
             due_ns: vec![0; depth],
             waited_ns: Vec::new(),
             over_ns: 0,
+            served_ns: 0,
         }
     }
 
@@ -73,14 +79,29 @@ impl Reader {
     }
 }
 
+/// A request that the device executes.
+struct Running {
+    bio: Box<Bio>,
+    start_ns: u64,
+    end_ns: u64,
+    /// Time of the device that it takes.
+    service_ns: u64,
+}
+
 /// A device, and its requests with their ends.
 struct Device {
     kind: Kind,
     places: usize,
     has: Vec<(Box<Bio>, u64)>,
-    running: Vec<(Box<Bio>, u64, u64)>,
+    running: Vec<Running>,
     head: u64,
     wire_ns: u64,
+}
+
+/// A hardware queue: its scheduler, and the number of its requests.
+struct HwQueue {
+    scheduler: Box<dyn Scheduler>,
+    in_flight: usize,
 }
 
 impl Device {
@@ -95,19 +116,21 @@ impl Device {
             let nearest = (0..self.has.len()).min_by_key(|at| self.has[*at].0.sector.wrapping_sub(head));
             let at = nearest.filter(|_| matches!(self.kind, Kind::Disk) && !is_old).unwrap_or(0);
             let (bio, start_ns) = self.has.remove(at);
-            let end_ns = match self.kind {
+            let (end_ns, service_ns) = match self.kind {
                 Kind::Disk => {
                     let far = bio.sector.abs_diff(head) as f64 / 2e9;
                     let seek_ns = if far == 0.0 { 0.0 } else { 5.0e6 + 10.0e6 * far.sqrt() };
-                    now_ns + 100 * US + seek_ns as u64 + bio.bytes() * 10
+                    let service_ns = 100 * US + seek_ns as u64 + bio.bytes() * 10;
+                    (now_ns + service_ns, service_ns)
                 }
-                Kind::Flash { .. } => {
-                    self.wire_ns = self.wire_ns.max(now_ns + 80 * US) + bio.bytes() / 2;
-                    self.wire_ns
+                Kind::Flash { ways } => {
+                    let wire_ns = bio.bytes() / 2;
+                    self.wire_ns = self.wire_ns.max(now_ns + 80 * US) + wire_ns;
+                    (self.wire_ns, wire_ns.max(80 * US / ways as u64))
                 }
             };
             self.head = bio.end();
-            self.running.push((bio, start_ns, end_ns));
+            self.running.push(Running { bio, start_ns, end_ns, service_ns });
         }
     }
 }
@@ -120,7 +143,21 @@ fn run(
     readers: &mut [Reader],
     until: impl Fn(&[Reader]) -> bool,
 ) -> Box<dyn Scheduler> {
-    let mut scheduler = config.build(places, 1024, &DeviceInfo::default()).unwrap();
+    run_queues(&[config], kind, places, readers, until).remove(0)
+}
+
+/// The same with several hardware queues, each with as many requests at the device.
+fn run_queues(
+    configs: &[SchedulerConfig],
+    kind: Kind,
+    places: usize,
+    readers: &mut [Reader],
+    until: impl Fn(&[Reader]) -> bool,
+) -> Vec<Box<dyn Scheduler>> {
+    let info = DeviceInfo::default();
+    let open =
+        |config: &SchedulerConfig| HwQueue { scheduler: config.build(places, 1024, &info).unwrap(), in_flight: 0 };
+    let mut queues: Vec<_> = configs.iter().map(open).collect();
     let mut device = Device { kind, places, has: Vec::new(), running: Vec::new(), head: 0, wire_ns: 0 };
     let (mut now_ns, mut chance) = (0_u64, 1_u64);
     while !until(readers) {
@@ -138,37 +175,45 @@ fn run(
                 bio.stream = if reader.unknown { 0 } else { number as u32 + 1 };
                 bio.submitter = number as u16;
                 reader.sent += 1;
-                scheduler.insert(bio, now_ns);
+                queues[reader.queue].scheduler.insert(bio, now_ns);
             }
         }
         let mut wake_ns = u64::MAX;
-        while device.has.len() + device.running.len() < device.places {
-            match scheduler.next(now_ns) {
-                Selected::Bio(bio) => device.has.push((bio, now_ns)),
-                Selected::Wait(until_ns) => {
-                    wake_ns = until_ns;
-                    break;
+        for queue in &mut queues {
+            while queue.in_flight < device.places {
+                match queue.scheduler.next(now_ns) {
+                    Selected::Bio(bio) => {
+                        device.has.push((bio, now_ns));
+                        queue.in_flight += 1;
+                    }
+                    Selected::Wait(until_ns) => {
+                        wake_ns = wake_ns.min(until_ns);
+                        break;
+                    }
                 }
             }
         }
         device.start(now_ns);
-        let ends = device.running.iter().map(|running| running.2);
+        let ends = device.running.iter().map(|running| running.end_ns);
         let dues = readers.iter().filter(|reader| reader.sent < reader.bios).flat_map(|reader| reader.due_ns.iter());
         let next_ns = ends.chain(dues.copied()).chain([wake_ns]).min().unwrap();
         assert!(next_ns < u64::MAX, "nothing will ever happen again");
         now_ns = next_ns.max(now_ns);
-        while let Some(at) = device.running.iter().position(|running| running.2 <= now_ns) {
-            let (bio, start_ns, _) = device.running.swap_remove(at);
-            scheduler.ended(&bio, start_ns, now_ns);
+        while let Some(at) = device.running.iter().position(|running| running.end_ns <= now_ns) {
+            let Running { bio, start_ns, service_ns, .. } = device.running.swap_remove(at);
             let reader = &mut readers[usize::from(bio.submitter)];
+            let queue = &mut queues[reader.queue];
+            queue.scheduler.ended(&bio, start_ns, now_ns);
+            queue.in_flight -= 1;
             reader.ended += 1;
+            reader.served_ns += service_ns;
             reader.waited_ns.push(now_ns - bio.cookie);
             reader.over_ns = now_ns;
             chance = chance.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             reader.due_ns.push(now_ns + reader.think_ns * (80 + (chance >> 33) % 41) / 100);
         }
     }
-    scheduler
+    queues.into_iter().map(|queue| queue.scheduler).collect()
 }
 
 fn fair(device: FairDevice) -> SchedulerConfig {
@@ -245,6 +290,110 @@ fn backlogged_submitters_have_their_weights() {
                 assert!((0.9..1.1).contains(&share), "{share} of {weight}: {op:?} of {sectors}, {random}, {device:?}");
             }
         }
+    }
+}
+
+#[test]
+fn two_queues_of_a_disk_read_at_nearly_its_rate() {
+    let readers = |queue| [Reader { unknown: true, ..copy(300) }, Reader { unknown: true, queue, ..copy(300) }];
+    let ends = |readers: &mut [Reader; 2]| {
+        run_queues(&[fair(FairDevice::Seeks); 2], Kind::Disk, 32, readers, all_over);
+        readers.each_ref().map(|reader| reader.over_ns)
+    };
+    let [one, two] = [ends(&mut readers(0)), ends(&mut readers(1))];
+    assert!(two[0].abs_diff(two[1]) < 200 * MS, "{two:?}");
+    assert!(two[1].max(two[0]) as f64 <= 1.05 * one[0].max(one[1]) as f64, "{two:?} with two queues, {one:?} with one");
+}
+
+#[test]
+fn a_queue_whose_reader_thinks_costs_another_no_more_than_in_one_queue() {
+    for think_ms in [1, 4, 12, 30] {
+        let rate = |queue| {
+            let thinks = Reader { think_ns: think_ms * MS, queue, unknown: true, ..Reader::random(u64::MAX, 8, 1) };
+            let mut readers = [Reader { unknown: true, ..copy(100_000) }, thinks];
+            let end = |readers: &[Reader]| readers[0].over_ns > 20_000 * MS;
+            run_queues(&[fair(FairDevice::Seeks); 2], Kind::Disk, 32, &mut readers, end);
+            readers.map(|reader| reader.per_s())
+        };
+        let [one, two] = [rate(0), rate(1)];
+        assert!(two[0] >= 0.95 * one[0], "{think_ms} ms: {one:.1?} in one queue, {two:.1?} in two");
+    }
+}
+
+#[test]
+fn a_queue_that_floods_a_disk_leaves_half_of_it_to_one_that_reads_a_block_at_a_time() {
+    let mut alone = [Reader::random(300, 8, 1)];
+    run(fair(FairDevice::Seeks), Kind::Disk, 32, &mut alone, all_over);
+    let flood = |op, sectors, random| Reader { op, random, unknown: true, ..Reader::new(u64::MAX, sectors, 128) };
+    let mut readers = [
+        Reader { queue: 1, ..Reader::random(u64::MAX, 8, 1) },
+        flood(Op::Read, 256, false),
+        flood(Op::Read, 8, true),
+        flood(Op::Write, 2048, false),
+        flood(Op::Write, 8, true),
+    ];
+    let end = |readers: &[Reader]| readers[0].over_ns > 60_000 * MS;
+    run_queues(&[fair(FairDevice::Seeks); 2], Kind::Disk, 32, &mut readers, end);
+    let [one, ..] = &readers;
+    let told = format!("{} of {}, {} ms", one.per_s(), alone[0].per_s(), one.percentile_ns(999) / MS);
+    assert!(one.per_s() > 0.4 * alone[0].per_s() && one.percentile_ns(999) <= 400 * MS, "{told}");
+}
+
+/// Lets the readers of queues with these weights have a device, and asserts that its time is shared by the weights.
+fn check_weights(kind: Kind, device: FairDevice, weights: &[u16], readers: &mut [Reader], told: &str) {
+    let config = |weight: &u16| SchedulerConfig::Fair(FairConfig { device, weight: *weight, ..FairConfig::default() });
+    let configs: Vec<_> = weights.iter().map(config).collect();
+    let end_ns = if device == FairDevice::Seeks { 60_000 * MS } else { 2000 * MS };
+    run_queues(&configs, kind, 32, readers, |readers| readers.iter().any(|reader| reader.over_ns > end_ns));
+    let of = |queue| readers.iter().filter(|reader| reader.queue == queue).map(|reader| reader.served_ns).sum::<u64>();
+    let all: u64 = readers.iter().map(|reader| reader.served_ns).sum();
+    let sum: f64 = weights.iter().map(|weight| f64::from(*weight)).sum();
+    let share = |(queue, weight): (usize, &u16)| of(queue) as f64 / all as f64 * sum / f64::from(*weight);
+    let shares: Vec<_> = weights.iter().enumerate().map(share).collect();
+    assert!(shares.iter().all(|share| (0.9..1.1).contains(share)), "{weights:?} have {shares:.2?}: {told}");
+}
+
+const KINDS: [(Kind, FairDevice); 2] = [(Kind::Disk, FairDevice::Seeks), (Kind::Flash { ways: 32 }, FairDevice::Flat)];
+
+#[test]
+fn queues_have_their_weights_however_many_streams_they_have() {
+    for (kind, device) in KINDS {
+        for (op, sectors, random) in [
+            (Op::Read, 64, false),
+            (Op::Read, 256, false),
+            (Op::Read, 8, true),
+            (Op::Write, 64, false),
+            (Op::Write, 8, true),
+        ] {
+            let reader = |queue| Reader { random, op, unknown: true, queue, ..Reader::new(u64::MAX, sectors, 64) };
+            let mut readers = [0, 0, 0, 1, 2, 2].map(reader);
+            let told = format!("{op:?} of {sectors}, random {random}, {device:?}");
+            check_weights(kind, device, &[100, 200, 400], &mut readers, &told);
+        }
+    }
+}
+
+#[test]
+fn queues_have_their_weights_whatever_they_do() {
+    for seed in 0..16 {
+        let mut chance = seed;
+        let mut draw = |count: u64| {
+            chance = u64::wrapping_add(chance, 0x9e37_79b9_7f4a_7c15);
+            let mixed = (chance ^ chance >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+            ((mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb) >> 33) % count
+        };
+        let (kind, device) = KINDS[draw(2) as usize];
+        let weights: Vec<u16> = (0..2 + draw(5)).map(|_| 50 + draw(350) as u16).collect();
+        // On flash a share is of bytes and bios, so they are alike.
+        let (alike, mut readers) = (8 << draw(6), Vec::new());
+        for queue in 0..weights.len() {
+            for _ in 0..=draw(4) {
+                let sectors = if device == FairDevice::Seeks { 8 << draw(6) } else { alike };
+                let (random, op) = (draw(2) > 0, if draw(3) > 0 { Op::Read } else { Op::Write });
+                readers.push(Reader { random, op, unknown: true, queue, ..Reader::new(u64::MAX, sectors, 32) });
+            }
+        }
+        check_weights(kind, device, &weights, &mut readers, &format!("seed {seed}, {device:?}"));
     }
 }
 
