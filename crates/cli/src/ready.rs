@@ -13,6 +13,7 @@ use blkyard_virtio::SerialId;
 
 use crate::daemon::{
     ByProtocol, ClientSessionState, ClientWatch, ExportedDevice, FrontEndHandle, ServedFrontEnd, ServedServer,
+    WeightSlot,
 };
 use crate::error::ServeError;
 
@@ -25,6 +26,7 @@ pub(crate) struct ReadyExport {
     pub(crate) queues: Vec<ClientWatch>,
     pub(crate) serial: SerialId,
     pub(crate) rate: Arc<RateSlot>,
+    pub(crate) weight: Arc<WeightSlot>,
     pub(crate) devices: Vec<ExportedDevice>,
     /// Set for NVMe/TCP.
     pub(crate) ana: Option<Arc<NvmeTcpAna>>,

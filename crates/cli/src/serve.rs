@@ -95,7 +95,8 @@ pub struct ServeArgs {
     ///
     /// Options follow as ?key=value: queues=N (default: one for each CPU), serial=TEXT (up to 20 characters), mode=0660
     /// and group=NAME of the socket, lanes=0,1,... (lane of each queue, in turn), iops_max=N, bytes_per_s_max=SIZE and
-    /// burst_ms=N (limits of its queues together).
+    /// burst_ms=N (limits of its queues together), scheduler_weight=N (its part of a device with scheduler=fair, from
+    /// 10 to 1000; 100 by default).
     ///
     /// A vfio-user or nvme-tcp export with the address of an earlier one adds its device there as one more namespace;
     /// namespace=N sets its identifier (default: the next), and all other options are those of the first.
@@ -250,7 +251,7 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
         let queues = export.queues.clone();
         let (name, serial) = (export.name.clone(), export.serial);
         let (of, depth_max) = (export.devices.clone(), depth_of_all(&served_by(&export.devices, &devices)));
-        let (rate, ana) = (Arc::clone(&export.rate), export.ana.clone());
+        let (rate, weight, ana) = (Arc::clone(&export.rate), Arc::clone(&export.weight), export.ana.clone());
         let start = export.start(&exports_control)?;
         served.push(ServedExport {
             name,
@@ -258,6 +259,7 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
             front_end: start.front_end(),
             serial,
             rate,
+            weight,
             ana,
             queues: Mutex::new(queues),
             depth_max,
@@ -533,7 +535,7 @@ fn bind(
     let served = served_by(&want.devices, devices);
     let infos: Vec<_> = served.iter().map(|served| served.info()).collect();
     let Share { name, queues, .. } = want.share;
-    let rate = Arc::new(want.rate);
+    let (rate, weight) = (Arc::new(want.rate), Arc::new(want.weight));
     let maker = QueueMaker {
         lanes: Arc::clone(lanes),
         export,
@@ -541,6 +543,7 @@ fn bind(
         devices: served.clone(),
         serial: want.serial,
         rate: Arc::clone(&rate),
+        weight: Arc::clone(&weight),
     };
     maker.register();
     if !matches!(want.protocol, ByProtocol::VhostUser(())) {
@@ -595,7 +598,7 @@ fn bind(
         }
     };
     let (serial, devices) = (want.serial, want.devices);
-    Ok(ReadyExport { name, socket, config, queues: watches, serial, rate, devices, ana, inherited })
+    Ok(ReadyExport { name, socket, config, queues: watches, serial, rate, weight, devices, ana, inherited })
 }
 
 /// How each lane is made.

@@ -13,7 +13,7 @@ use blkyard_nvme::{AnaGroups, AnaState, NamespaceTable, ServedNamespace};
 use blkyard_os::cpu_places;
 use blkyard_virtio::SerialId;
 
-use crate::daemon::{ExportedDevice, Protocol, Share, ShareDevice};
+use crate::daemon::{ExportedDevice, Protocol, Share, ShareDevice, WeightSlot};
 use crate::error::ServeError;
 use crate::plan::{MODE_KEY, MODE_WANTED, parse_mode};
 
@@ -25,6 +25,7 @@ pub(crate) struct Wanted {
     pub(crate) socket: SocketConfig,
     pub(crate) serial: SerialId,
     pub(crate) rate: RateSlot,
+    pub(crate) weight: WeightSlot,
     pub(crate) doorbells: NvmeDoorbells,
     pub(crate) pci_id: NvmePciId,
     /// Set for NVMe/TCP only, which has no socket file.
@@ -146,6 +147,7 @@ pub(crate) fn want(mut spec: Spec, number: usize, device: ShareDevice) -> Result
         text.split(',').map(|lane| lane.trim().parse::<usize>().ok()).collect::<Option<Vec<_>>>()
     })?;
     let rate = RateSlot::new(take_own_rate(&mut spec)?);
+    let weight = WeightSlot::take_out_of(&mut spec)?;
     let (mut doorbells, mut pci_id, mut nsid) = (None, None, None);
     if is_target {
         nsid = Some(take_nsid(&mut spec)?.unwrap_or(1));
@@ -167,7 +169,7 @@ pub(crate) fn want(mut spec: Spec, number: usize, device: ShareDevice) -> Result
     let share = Share { name, queues, named, devices: vec![device] };
     let (doorbells, pci_id) = (doorbells.unwrap_or_default(), pci_id.unwrap_or_default());
     let socket = SocketConfig { path, mode, group };
-    Ok(Wanted { share, devices, protocol, socket, serial, rate, doorbells, pci_id, target })
+    Ok(Wanted { share, devices, protocol, socket, serial, rate, weight, doorbells, pci_id, target })
 }
 
 /// Options of an NVMe/TCP export.

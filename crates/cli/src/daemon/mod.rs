@@ -11,6 +11,7 @@ mod placement;
 mod protocols;
 mod queue;
 mod tracker;
+mod weight;
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
@@ -32,6 +33,7 @@ pub use protocols::{
 };
 pub(crate) use queue::{QueueMaker, depth_of_all};
 pub use tracker::{LatencyTrackers, TRACKED, usual_tracker};
+pub use weight::{WeightSlot, take_weight};
 
 /// A device and the exports that serve it, as the user named them.
 #[derive(Debug, Clone)]
@@ -129,6 +131,8 @@ pub struct ServedExport {
     pub serial: SerialId,
     /// Rate limit of its queues together.
     pub rate: Arc<RateSlot>,
+    /// Its weight beside others of its devices.
+    pub weight: Arc<WeightSlot>,
     /// ANA groups of an NVMe/TCP export.
     pub ana: Option<Arc<NvmeTcpAna>>,
     /// Each queue. There may come more.

@@ -11,7 +11,7 @@ use blkyard_os::Ring;
 use blkyard_virtio::SerialId;
 
 use super::protocols::{ByProtocol, ClientRemotes, Protocol, ServedQueue};
-use super::{ServedDevice, ServedLanes};
+use super::{ServedDevice, ServedLanes, WeightSlot};
 
 /// Parameters of an export's queues.
 #[derive(Clone)]
@@ -26,14 +26,17 @@ pub(crate) struct QueueMaker {
     pub(crate) serial: SerialId,
     /// Shared rate limit of its queues.
     pub(crate) rate: Arc<RateSlot>,
+    /// Its weight beside others of its devices.
+    pub(crate) weight: Arc<WeightSlot>,
 }
 
 impl QueueMaker {
     /// Registers the maker of the export's hardware queues with the lanes.
     pub(crate) fn register(&self) {
-        let (devices, rate) = (self.devices.clone(), Arc::clone(&self.rate));
+        let (devices, rate, weight) = (self.devices.clone(), Arc::clone(&self.rate), Arc::clone(&self.weight));
         let make = move |queues| {
-            let made = devices.iter().map(|device| make_hw_queue(device, &rate, queues)).collect::<Result<_, _>>()?;
+            let make = |device| make_hw_queue(device, &rate, &weight, queues);
+            let made = devices.iter().map(|device| make(device)).collect::<Result<_, _>>()?;
             HwQueueSet::new::<Ring>(made)
                 .map_err(|error| format!("events of its devices: {error}; raise the limit on open files"))
         };
@@ -85,8 +88,13 @@ impl QueueMaker {
 }
 
 /// Made before it is added to its lane: this takes as long as a hundred I/Os of the lane's other queues.
-fn make_hw_queue(device: &ServedDevice, rate: &RateSlot, queues: usize) -> Result<HwQueue<DeviceQueue>, String> {
-    let (usual, scheduler) = (HwQueueConfig::default(), device.scheduler());
+fn make_hw_queue(
+    device: &ServedDevice,
+    rate: &RateSlot,
+    weight: &WeightSlot,
+    queues: usize,
+) -> Result<HwQueue<DeviceQueue>, String> {
+    let (usual, scheduler) = (HwQueueConfig::default(), weight.of(device.scheduler()));
     // Each client queue has as many bios and tags as with a private hardware queue. A scheduler that orders gets the
     // tags of one.
     let wanted = if scheduler.orders() { usual.depth } else { usual.depth * queues };

@@ -210,6 +210,7 @@ fn export_node(
         device: export.devices[0].device,
         namespaces,
         rate: rate(&export.rate),
+        weight: export.weight.get(),
         sessions: export.front_end.sessions(),
         offered: export.front_end.offered(),
         session,

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt::Write;
 
 use blkyard::spec::show_size;
+use blkyard_mq::FairConfig;
 
 use super::tree::{
     AnaNode, DeviceNode, ExportNode, LaneNode, LatencyNode, OpNode, PathNode, QueueNode, QueueNow, RequestNode,
@@ -133,6 +134,9 @@ fn export(out: &mut String, node: &ExportNode) {
     };
     line(out, 0, &format!("export {}: {}, of {devices}", node.number, node.name));
     rate(out, &node.rate);
+    if node.weight != FairConfig::WEIGHT {
+        line(out, 1, &format!("scheduler weight: {}", node.weight));
+    }
     if node.namespaces.len() > 1 {
         for namespace in &node.namespaces {
             line(out, 1, &format!("namespace {}: device {}", namespace.nsid, namespace.device));

@@ -141,6 +141,8 @@ pub struct ExportNode {
     /// Rate limits of its queues together, by the names of the options.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub rate: BTreeMap<String, u64>,
+    /// Its weight beside others of its devices, with `scheduler=fair`.
+    pub weight: u16,
     /// Front-ends so far.
     pub sessions: u64,
     /// Queues that the next one is offered.

@@ -17,14 +17,14 @@ use blkyard::spec::{Spec, SpecError, show_size};
 use blkyard::tracker::{take_tracker, tracker_options};
 use blkyard_export::{Changed, QUEUES_MAX};
 use blkyard_mpath::PolicyKind;
-use blkyard_mq::{DeviceInfo, IdlePolicy, SECTOR_SHIFT};
+use blkyard_mq::{DeviceInfo, IdlePolicy, SECTOR_SHIFT, SchedulerConfig};
 use blkyard_nvme::{AnaGroups, AnaState};
 use blkyard_os::Moves;
 
 use super::size::Resize;
 use crate::control::{PartKind, Target};
 use crate::daemon::{
-    ClientRemotes, Daemon, LANES_MAX, QueueMaker, ServedDevice, ServedExport, ServedLanes, usual_tracker,
+    ClientRemotes, Daemon, LANES_MAX, QueueMaker, ServedDevice, ServedExport, ServedLanes, take_weight, usual_tracker,
 };
 use crate::inspect::show_time;
 use crate::wanted::ANA_STATES;
@@ -185,7 +185,10 @@ fn set_device(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<Stri
     }
     if let Some(scheduler) = scheduler {
         served.set_scheduler(scheduler);
-        let ask = |export: &&ServedExport| export.front_end.schedule(export.place_of(number).unwrap_or(0), scheduler);
+        let ask = |export: &&ServedExport| {
+            let scheduler = export.weight.of(scheduler);
+            export.front_end.schedule(export.place_of(number).unwrap_or(0), scheduler)
+        };
         let asked: Vec<_> = exports.iter().map(ask).collect();
         for (export, answer) in wait_for_all(&exports, asked) {
             match answer {
@@ -304,6 +307,24 @@ fn limit(daemon: &Daemon, exports: &[&ServedExport], problems: &mut Vec<String>)
     }
 }
 
+/// Gives an export another weight, with all devices that it serves.
+fn weigh(daemon: &Daemon, export: &ServedExport, weight: u16, done: &mut Vec<String>, problems: &mut Vec<String>) {
+    export.weight.set(weight);
+    let (mut of_export, mut asked) = (Vec::new(), Vec::new());
+    for (place, of) in (0..).zip(&export.devices) {
+        let scheduler = export.weight.of(daemon.devices[of.device].scheduler());
+        if matches!(scheduler, SchedulerConfig::Fair(_)) {
+            of_export.push(export);
+            asked.push(export.front_end.schedule(place, scheduler));
+        }
+    }
+    let when = if asked.is_empty() { ", once its device has scheduler=fair" } else { "" };
+    done.push(format!("{export}: its weight is {weight}{when}"));
+    for (export, answer) in wait_for_all(&of_export, asked) {
+        problems.extend(answer.err().map(|why| format!("{export}: {why}")));
+    }
+}
+
 /// The answers of exports that were all asked at once, with their names.
 fn wait_for_all<T>(
     exports: &[&ServedExport],
@@ -364,6 +385,7 @@ fn set_export(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<Stri
     let queues = keys.take_number("queues", 1, u64::from(QUEUES_MAX))?;
     let depth = keys.take_number("depth", 1, export.depth_max as u64)?;
     let rate = take_rate(&mut keys, export.rate.config())?;
+    let weight = take_weight(&mut keys)?;
     let ana = take_ana(&mut keys, export)?;
     keys.finish()?;
     // In the order of the devices, as for all of them.
@@ -411,6 +433,9 @@ fn set_export(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<Stri
         done.push(format!("{export}: {}", describe(rate)));
         limit(daemon, &[export], &mut problems);
     }
+    if let Some(weight) = weight {
+        weigh(daemon, export, weight, &mut done, &mut problems);
+    }
     if problems.is_empty() { Ok(done) } else { Err(Problem([done, problems].concat().join("\n"))) }
 }
 
@@ -424,6 +449,7 @@ fn make_queues(daemon: &Daemon, number: usize, wanted: usize) -> (ClientRemotes,
         devices: export.devices.iter().map(|of| Arc::clone(&daemon.devices[of.device])).collect(),
         serial: export.serial,
         rate: Arc::clone(&export.rate),
+        weight: Arc::clone(&export.weight),
     };
     let made = export.queues().len();
     let mut problem = None;
@@ -459,7 +485,7 @@ mod tests {
     use blkyard::Device;
     use blkyard::rate::RateSlot;
     use blkyard_export::{BackendConfig, BoundSocket, SEG_MAX, SocketConfig, VhostUserServer};
-    use blkyard_mq::{RateConfig, SchedulerConfig};
+    use blkyard_mq::RateConfig;
     use blkyard_os::LaneConfig;
     use blkyard_virtio::{BlkConfig, SerialId};
 
@@ -502,6 +528,7 @@ mod tests {
             devices: vec![device],
             serial,
             rate: Arc::clone(&rate),
+            weight: Arc::default(),
         };
         maker.register();
         let (made, None) = maker.make_all(0..1) else { panic!("the queue cannot be made") };
@@ -518,6 +545,7 @@ mod tests {
             front_end,
             serial,
             rate,
+            weight: Arc::default(),
             ana: None,
             queues,
             depth_max: 8,

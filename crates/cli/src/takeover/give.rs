@@ -148,6 +148,7 @@ fn pack(
                 continue;
             };
             export.rate.put_into(&mut spec);
+            export.weight.put_into(&mut spec);
             exports.push(DeviceExport::Whole(Box::new(ExportPart::pack(spec, state, files)?)));
             rests.push(rest);
         }

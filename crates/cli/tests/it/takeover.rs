@@ -195,7 +195,7 @@ fn settings(folder: &Path) -> serde_json::Value {
             serde_json::json!([device["name"], device["size_bytes"], device["limits"], device["rate"]])
         }).collect::<Vec<_>>(),
         "exports": all(&mut tree["exports"]).iter_mut().map(|export| {
-            serde_json::json!([export["name"], export["offered"], export["rate"], queues(export)])
+            serde_json::json!([export["name"], export["offered"], export["rate"], queues(export), export["weight"]])
         }).collect::<Vec<_>>(),
         "lanes": all(&mut tree["lanes"]).iter().map(|lane| {
             serde_json::json!([lane["cpus"], lane["spin_us"]])
@@ -233,7 +233,15 @@ fn takeover_keeps_all_settings() {
         &["device:0", "scheduler=fair", "weights=3:200+7:10", "device=seeks", "slice_ms=33", "drain=off"],
         &["device:0", "iops_max=off", "bytes_per_s_max=64M", "burst_ms=20"],
         &["device:1", "scheduler=timeslice", "idle_us=slice", "key=queue", "iops_max=4000"],
-        &["export:0", "queues=3", "depth=5", "iops_max=80", "bytes_per_s_max=32M", "burst_ms=30"],
+        &[
+            "export:0",
+            "queues=3",
+            "depth=5",
+            "iops_max=80",
+            "bytes_per_s_max=32M",
+            "burst_ms=30",
+            "scheduler_weight=430",
+        ],
         &["daemon", "stats=1200", "lanes=2", "spin_us=17"],
         // Options alone apply to the current scheduler.
         &["device:0", "idle_ms=4"],
@@ -242,7 +250,7 @@ fn takeover_keeps_all_settings() {
     }
     let set = settings(folder);
     let text = set.to_string();
-    for word in ["3:200+7:10", "\"idle_ms\":\"4\"", "\"slice\"", "1200", "17"] {
+    for word in ["3:200+7:10", "\"idle_ms\":\"4\"", "\"slice\"", "1200", "17", "430"] {
         assert!(text.contains(word), "{word} was not set: {text}");
     }
     for takeover in 0..2 {
