@@ -409,8 +409,8 @@ impl Fair {
         let cost = cost(self.slots.bio(first));
         let several = self.is_shared(now_ns);
         if !self.depth.fits(cost, several, now_ns) {
-            // A light stream with no request in flight does not wait for heavy ones.
-            let may_pass = self.mixes[class].front_is_light() && stream.in_flight == 0;
+            // A light stream with no request in flight does not wait for heavy ones of the queue.
+            let may_pass = self.mixes[class].front_is_light() && stream.in_flight == 0 && !self.depth.is_ahead();
             if !may_pass || self.depth.is_far_beyond(cost) {
                 let until_ns = self.depth.wait_ns(cost, now_ns);
                 if now_ns < until_ns {

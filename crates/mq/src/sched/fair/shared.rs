@@ -280,7 +280,7 @@ impl DepthShare {
 
     /// Whether one that waits has had so much less that it goes first.
     #[inline]
-    fn is_ahead(&self) -> bool {
+    pub(super) fn is_ahead(&self) -> bool {
         self.others.lacking.is_some_and(|least| self.had > least + AHEAD_MAX)
     }
 

@@ -343,7 +343,7 @@ fn a_queue_that_floods_a_disk_leaves_half_of_it_to_one_that_reads_a_block_at_a_t
 fn check_weights(kind: Kind, device: FairDevice, weights: &[u16], readers: &mut [Reader], told: &str) {
     let config = |weight: &u16| SchedulerConfig::Fair(FairConfig { device, weight: *weight, ..FairConfig::default() });
     let configs: Vec<_> = weights.iter().map(config).collect();
-    let end_ns = if device == FairDevice::Seeks { 60_000 * MS } else { 2000 * MS };
+    let end_ns = if device == FairDevice::Seeks { 60_000 * MS } else { 6000 * MS };
     run_queues(&configs, kind, 32, readers, |readers| readers.iter().any(|reader| reader.over_ns > end_ns));
     let of = |queue| readers.iter().filter(|reader| reader.queue == queue).map(|reader| reader.served_ns).sum::<u64>();
     let all: u64 = readers.iter().map(|reader| reader.served_ns).sum();
@@ -370,6 +370,16 @@ fn queues_have_their_weights_however_many_streams_they_have() {
             let told = format!("{op:?} of {sectors}, random {random}, {device:?}");
             check_weights(kind, device, &[100, 200, 400], &mut readers, &told);
         }
+    }
+}
+
+#[test]
+fn a_queue_of_many_light_streams_has_no_more_than_its_weight() {
+    for (kind, device) in KINDS {
+        let light = |_| Reader { unknown: true, ..Reader::new(u64::MAX, 64, 1) };
+        let deep = Reader { queue: 1, unknown: true, ..Reader::new(u64::MAX, 64, 64) };
+        let mut readers: Vec<_> = (0..60).map(light).chain([deep]).collect();
+        check_weights(kind, device, &[50, 400], &mut readers, &format!("{device:?}"));
     }
 }
 
