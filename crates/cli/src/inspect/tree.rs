@@ -6,6 +6,7 @@
 
 use std::collections::BTreeMap;
 
+use blkyard_mq::FairConfig;
 use serde::{Deserialize, Serialize};
 
 /// The version of the tree's JSON. A field that is removed or changes its meaning gives it the next number; fields that
@@ -142,6 +143,7 @@ pub struct ExportNode {
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub rate: BTreeMap<String, u64>,
     /// Its weight beside others of its devices, with `scheduler=fair`.
+    #[serde(default = "usual_weight")]
     pub weight: u16,
     /// Front-ends so far.
     pub sessions: u64,
@@ -151,6 +153,11 @@ pub struct ExportNode {
     pub session: Option<SessionNode>,
     /// Its queues.
     pub queues: Vec<QueueNode>,
+}
+
+/// Of a daemon that does not know weights.
+fn usual_weight() -> u16 {
+    FairConfig::WEIGHT
 }
 
 /// A namespace of an NVMe controller.

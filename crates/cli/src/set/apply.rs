@@ -309,6 +309,10 @@ fn limit(daemon: &Daemon, exports: &[&ServedExport], problems: &mut Vec<String>)
 
 /// Gives an export another weight, with all devices that it serves.
 fn weigh(daemon: &Daemon, export: &ServedExport, weight: u16, done: &mut Vec<String>, problems: &mut Vec<String>) {
+    if weight == export.weight.get() {
+        // Its schedulers keep what they have learned.
+        return done.push(format!("{export}: its weight is {weight} already"));
+    }
     export.weight.set(weight);
     let (mut of_export, mut asked) = (Vec::new(), Vec::new());
     for (place, of) in (0..).zip(&export.devices) {

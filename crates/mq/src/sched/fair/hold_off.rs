@@ -59,11 +59,16 @@ impl WriteHoldOff {
         }
     }
 
+    /// Whether a read in a row was held up.
+    pub(super) fn is_slow(took_ns: u64, usual_ns: u64) -> bool {
+        took_ns > usual_ns + usual_ns / 2 + SLOW_NS
+    }
+
     /// A sequential read has ended in a turn, `took_ns` after the previous end, where `usual_ns` is usual. Returns the
     /// time it lost to earlier writes.
     pub(super) fn read(&mut self, took_ns: u64, usual_ns: u64, now_ns: u64) -> u64 {
         let looks = self.since_ns.is_some_and(|since_ns| now_ns.saturating_sub(since_ns) < LOOK_NS);
-        if !looks || took_ns <= usual_ns + usual_ns / 2 + SLOW_NS {
+        if !looks || !WriteHoldOff::is_slow(took_ns, usual_ns) {
             return 0;
         }
         self.slow += 1;

@@ -11,8 +11,8 @@
 //!   if the difference is more than [`AHEAD_MAX`]: start-time fair queueing (Goyal and others, 1996);
 //! * a stream that is alone on the device has no limit.
 //!
-//! **No wake-ups.** A refused queue has requests in flight and asks again when one ends; and after [`AGAIN_NS`], in
-//! case that takes long. The price: depth may stay unused until then.
+//! **No wake-ups.** A refused queue asks again when one of its requests ends, and after [`AGAIN_NS`], in case that
+//! takes long. The price: depth may stay unused until then.
 //!
 //! **No lock, and no contended word.** The others' slots may be as old as a round; then all together exceed the depth
 //! slightly. The depth is a guideline that nothing relies on: tags and a [`Budget`](crate::Budget) are bounds. A queue
@@ -127,7 +127,8 @@ pub(super) struct DepthShare {
     turn: u64,
     ends: u64,
     cost: u64,
-    /// Its slot records a refusal.
+    /// It was refused, and has dispatched nothing since; and its slot says that room was lacking.
+    refused: bool,
     lacking: bool,
     seen_ns: u64,
     /// From when on its member is to say again that it wants something.
@@ -175,6 +176,7 @@ impl SharedDepth {
             turn: 0,
             ends: member.ends.load(Relaxed),
             cost: member.cost.load(Relaxed),
+            refused: false,
             lacking: false,
             seen_ns: 0,
             seen_until_ns: 0,
@@ -292,6 +294,7 @@ impl DepthShare {
     /// A bio does not fit: the time until which to wait, unless a request of the queue ends before. `u64::MAX` if only
     /// that helps.
     pub(super) fn wait_ns(&mut self, cost: u64, now_ns: u64) -> u64 {
+        self.refused = true;
         let bound = &self.table.read.0.bound;
         if !bound.load(Relaxed) {
             bound.store(true, Relaxed);
@@ -340,9 +343,9 @@ impl DepthShare {
             }
             others.ended_ns = others.ended_ns.max(member.ended_ns.load(Relaxed));
         }
-        // What it did not want earlier is not made up for.
+        // What it did not want earlier is not made up for; what it has waited for is.
         let had = most.saturating_sub(BEHIND_MAX);
-        if self.had < had {
+        if self.had < had && !self.refused {
             self.had = had;
             self.member.0.had.store(had, Relaxed);
         }
@@ -374,6 +377,7 @@ impl DepthShare {
         self.had += cost * self.part / ONE;
         self.member.0.has.store(self.has, Relaxed);
         self.member.0.had.store(self.had, Relaxed);
+        self.refused = false;
         if self.lacking {
             self.lacks(0);
         }

@@ -249,7 +249,9 @@ impl Fair {
         let Some(turn) = self.turn.take() else { return };
         self.batch.clear();
         let class = turn.class;
-        let used_ns = turn.began_ns.map_or(0, |began_ns| now_ns.saturating_sub(began_ns));
+        // After the loss of the device it was others' time.
+        let end_ns = if self.tenure.holds() { now_ns } else { turn.ended_ns };
+        let used_ns = turn.began_ns.map_or(0, |began_ns| end_ns.saturating_sub(began_ns));
         let used_ns = used_ns.saturating_sub(turn.lost_ns);
         let is_seek_group = turn.who == self.seek_groups[class];
         let FairStream { share, sync, .. } = self.streams.get_mut(turn.who);
@@ -309,21 +311,25 @@ impl Fair {
 
     /// A request of stream `at` has ended, whose turns are those of `who`.
     pub(super) fn ended_in_turn(&mut self, at: u32, who: u32, start_ns: u64, now_ns: u64) {
-        let Some(turn) = self.turn.as_mut().filter(|turn| turn.who == who) else { return };
-        if turn.began_ns.is_some() {
-            let gap_ns = now_ns.saturating_sub(turn.ended_ns.max(start_ns));
-            let stream = self.streams.get_mut(who);
-            if stream.sync && who == at && self.config.drain {
-                turn.lost_ns += self.tenure.read(gap_ns, u64::from(stream.gap_ns), now_ns);
+        let Some(turn) = &mut self.turn else { return };
+        if turn.who == who {
+            if turn.began_ns.is_some() {
+                let gap_ns = now_ns.saturating_sub(turn.ended_ns.max(start_ns));
+                let stream = self.streams.get_mut(who);
+                if stream.sync && who == at && self.config.drain {
+                    turn.lost_ns += self.tenure.read(gap_ns, u64::from(stream.gap_ns), now_ns);
+                }
+                let mean_ns = &mut stream.gap_ns;
+                *mean_ns = ((u64::from(*mean_ns) * 7 + gap_ns.min(history::IDLE_NS * 8)) / 8) as u32;
             }
-            let mean_ns = &mut stream.gap_ns;
-            *mean_ns = ((u64::from(*mean_ns) * 7 + gap_ns.min(history::IDLE_NS * 8)) / 8) as u32;
+            turn.began_ns.get_or_insert(now_ns);
+            (turn.ended_ns, turn.last) = (now_ns, at);
+            self.tenure.ended(now_ns);
         }
-        turn.began_ns.get_or_insert(now_ns);
-        (turn.ended_ns, turn.last) = (now_ns, at);
-        self.tenure.ended(now_ns);
+        let turn = *turn;
         if self.in_flight() == 0 {
-            self.tenure.keep(now_ns + u64::from(self.config.idle_ms) * 1_000_000);
+            // Nobody asks a queue in which nothing waits.
+            self.tenure.keep(self.idle_until_ns(&turn).max(self.hold_off_end_ns(&turn)) + LATE_NS);
         }
     }
 }

@@ -98,10 +98,13 @@ struct Device {
     wire_ns: u64,
 }
 
-/// A hardware queue: its scheduler, and the number of its requests.
+/// A hardware queue: its scheduler, the number of its waiting bios and of its requests, and the time until which the
+/// scheduler is not asked.
 struct HwQueue {
     scheduler: Box<dyn Scheduler>,
+    waiting: usize,
     in_flight: usize,
+    kept_until_ns: Option<u64>,
 }
 
 impl Device {
@@ -155,8 +158,12 @@ fn run_queues(
     until: impl Fn(&[Reader]) -> bool,
 ) -> Vec<Box<dyn Scheduler>> {
     let info = DeviceInfo::default();
-    let open =
-        |config: &SchedulerConfig| HwQueue { scheduler: config.build(places, 1024, &info).unwrap(), in_flight: 0 };
+    let open = |config: &SchedulerConfig| HwQueue {
+        scheduler: config.build(places, 1024, &info).unwrap(),
+        waiting: 0,
+        in_flight: 0,
+        kept_until_ns: None,
+    };
     let mut queues: Vec<_> = configs.iter().map(open).collect();
     let mut device = Device { kind, places, has: Vec::new(), running: Vec::new(), head: 0, wire_ns: 0 };
     let (mut now_ns, mut chance) = (0_u64, 1_u64);
@@ -175,23 +182,24 @@ fn run_queues(
                 bio.stream = if reader.unknown { 0 } else { number as u32 + 1 };
                 bio.submitter = number as u16;
                 reader.sent += 1;
-                queues[reader.queue].scheduler.insert(bio, now_ns);
+                let queue = &mut queues[reader.queue];
+                queue.scheduler.insert(bio, now_ns);
+                (queue.waiting, queue.kept_until_ns) = (queue.waiting + 1, None);
             }
         }
         let mut wake_ns = u64::MAX;
         for queue in &mut queues {
-            while queue.in_flight < device.places {
+            queue.kept_until_ns = queue.kept_until_ns.filter(|until_ns| now_ns < *until_ns);
+            while queue.waiting > 0 && queue.in_flight < device.places && queue.kept_until_ns.is_none() {
                 match queue.scheduler.next(now_ns) {
                     Selected::Bio(bio) => {
                         device.has.push((bio, now_ns));
-                        queue.in_flight += 1;
+                        (queue.waiting, queue.in_flight) = (queue.waiting - 1, queue.in_flight + 1);
                     }
-                    Selected::Wait(until_ns) => {
-                        wake_ns = wake_ns.min(until_ns);
-                        break;
-                    }
+                    Selected::Wait(until_ns) => queue.kept_until_ns = Some(until_ns),
                 }
             }
+            wake_ns = queue.kept_until_ns.map_or(wake_ns, |until_ns| wake_ns.min(until_ns));
         }
         device.start(now_ns);
         let ends = device.running.iter().map(|running| running.end_ns);
@@ -204,7 +212,7 @@ fn run_queues(
             let reader = &mut readers[usize::from(bio.submitter)];
             let queue = &mut queues[reader.queue];
             queue.scheduler.ended(&bio, start_ns, now_ns);
-            queue.in_flight -= 1;
+            (queue.in_flight, queue.kept_until_ns) = (queue.in_flight - 1, None);
             reader.ended += 1;
             reader.served_ns += service_ns;
             reader.waited_ns.push(now_ns - bio.cookie);
@@ -398,7 +406,7 @@ fn queues_have_their_weights_whatever_they_do() {
         let (alike, mut readers) = (8 << draw(6), Vec::new());
         for queue in 0..weights.len() {
             for _ in 0..=draw(4) {
-                let sectors = if device == FairDevice::Seeks { 8 << draw(6) } else { alike };
+                let sectors = if device == FairDevice::Seeks { 8 << draw(9) } else { alike };
                 let (random, op) = (draw(2) > 0, if draw(3) > 0 { Op::Read } else { Op::Write });
                 readers.push(Reader { random, op, unknown: true, queue, ..Reader::new(u64::MAX, sectors, 32) });
             }
