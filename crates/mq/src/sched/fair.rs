@@ -593,7 +593,9 @@ impl Scheduler for Fair {
         if over {
             self.busy -= 1;
         }
-        self.ended_in_turn(at, if mixes { self.seek_groups[class] } else { at }, start_ns, now_ns);
+        if self.turn.is_some() {
+            self.ended_in_turn(at, if mixes { self.seek_groups[class] } else { at }, start_ns, now_ns);
+        }
         if over {
             self.rest(at);
         }

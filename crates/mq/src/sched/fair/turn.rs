@@ -310,6 +310,7 @@ impl Fair {
     }
 
     /// A request of stream `at` has ended, whose turns are those of `who`.
+    #[inline(never)]
     pub(super) fn ended_in_turn(&mut self, at: u32, who: u32, start_ns: u64, now_ns: u64) {
         let Some(turn) = &mut self.turn else { return };
         if turn.who == who {
