@@ -144,8 +144,6 @@ pub struct NvmeTcpQueueSession {
     ended: Arc<EndedQueues>,
     is_broken: bool,
     began: Instant,
-    /// What the clock of the controllers is ahead of the lane's, modulo 2^64, ns. [`UNKNOWN`] at first.
-    ahead_ns: u64,
     /// Whether its association has ended, and no command is executed any more.
     has_expired: bool,
     devices: Arc<AtomicU64>,
@@ -153,9 +151,6 @@ pub struct NvmeTcpQueueSession {
     /// Devices whose commands it holds back, as bits modulo 64.
     held: u64,
 }
-
-/// Beyond all times: the first comparison measures.
-const UNKNOWN: u64 = u64::MAX / 2;
 
 impl QueueSession for NvmeTcpQueueSession {
     type Setup = NvmeTcpQueueSetup;
@@ -184,7 +179,6 @@ impl QueueSession for NvmeTcpQueueSession {
             ended,
             is_broken: false,
             began,
-            ahead_ns: UNKNOWN,
             has_expired: false,
             devices,
             hold,
@@ -250,12 +244,15 @@ impl QueueSession for NvmeTcpQueueSession {
     #[inline]
     fn fetch<D>(&mut self, feed: &mut BioFeed<'_, D, Self>, most: usize, _device_idle: bool) -> bool {
         let Some(state) = self.state.as_deref_mut() else { return false };
-        if feed.now_ns.wrapping_add(self.ahead_ns) >= state.queue.serves_until_ns() && self.expires(feed) {
+        // A queue that is to drain receives nothing more.
+        let mut is_busy = most > 0 && !state.is_over && state.receive();
+        if is_past(self.began, state.queue.serves_until_ns()) {
+            self.expire(feed);
             return false;
         }
-        let Some(state) = self.state.as_deref_mut().filter(|state| !state.is_over) else { return false };
-        // A queue that is to drain receives nothing more.
-        let mut is_busy = most > 0 && state.receive();
+        if state.is_over {
+            return false;
+        }
         let held = self.hold.devices();
         if held | self.held > 0 {
             state.queue.hold(held);
@@ -343,22 +340,13 @@ impl QueueSession for NvmeTcpQueueSession {
 }
 
 impl NvmeTcpQueueSession {
-    /// Ends the queue if its association has ended, which the control path may learn later: after a process was
-    /// stopped, its lanes may run first. No command begins, and those that no device has are taken back.
+    /// Ends the queue, whose association has ended. No command begins, and those that no device has are taken back.
     #[cold]
-    fn expires<D>(&mut self, feed: &mut BioFeed<'_, D, Self>) -> bool {
-        let Some(state) = &self.state else { return false };
-        if self.ahead_ns == UNKNOWN {
-            self.ahead_ns = (self.began.elapsed().as_nanos() as u64).wrapping_sub(feed.now_ns);
-        }
-        if feed.now_ns.wrapping_add(self.ahead_ns) < state.queue.serves_until_ns() {
-            return false;
-        }
+    fn expire<D>(&mut self, feed: &mut BioFeed<'_, D, Self>) {
         if !std::mem::replace(&mut self.has_expired, true) {
             self.close();
             feed.cancel(usize::MAX, |_| true);
         }
-        true
     }
 
     #[cold]
@@ -368,6 +356,18 @@ impl NvmeTcpQueueSession {
             self.ended.push(self.number);
         }
     }
+}
+
+/// Whether the controllers' clock is past the time until which a queue is served. The control path may learn later that
+/// an association has ended: after a process was stopped, its lanes may run first.
+///
+/// The time of the lane's round does not do: the process may have been stopped since, and what was received then is of
+/// an association that ended meanwhile. Called after the bytes were read, so that only a stop between this and the
+/// device's system call is not noticed, and that only with commands from before it.
+#[inline]
+fn is_past(began: Instant, until_ns: u64) -> bool {
+    // An association without a keep-alive timer costs no reading of the clock.
+    until_ns < u64::MAX && began.elapsed().as_nanos() >= u128::from(until_ns)
 }
 
 impl TcpQueueState {

@@ -224,7 +224,7 @@ impl<S: QueueSession> ClientQueue<S> {
                 }
                 let _ = answer.send(());
             }
-            ClientCommand::Notify => self.notify(hw, cx, now_ns),
+            ClientCommand::Notify => self.notify(hw, cx),
             ClientCommand::Signal(eventfd, answer) => {
                 if !self.aside.as_ref().is_some_and(|last| Arc::ptr_eq(last, &eventfd)) {
                     cx.forget(&mut self.aside_signal);
@@ -262,14 +262,14 @@ impl<S: QueueSession> ClientQueue<S> {
 
     /// Has its session handle what the control path has left for it, after the requests that the client submitted
     /// before.
-    fn notify<Cx: ?Sized + SignalEventfd, D: Driver<Cx>>(&mut self, hw: &mut HwQueueSet<D>, cx: &mut Cx, now_ns: u64) {
+    fn notify<Cx: ?Sized + SignalEventfd, D: Driver<Cx>>(&mut self, hw: &mut HwQueueSet<D>, cx: &mut Cx) {
         let stopping = self.is_stopping();
         let Some(session) = &mut self.session else { return };
         let most =
             if stopping || self.held_until_ns.is_some() || session.is_broken() { 0 } else { session.round_max() };
         let most = most.min(hw.room()).min(self.bios.room());
         let (identity, refusals) = (&self.identity, &*self.refusals);
-        let mut feed = BioFeed { hw, bios: &mut self.bios, identity, refusals, now_ns };
+        let mut feed = BioFeed { hw, bios: &mut self.bios, identity, refusals };
         session.fetch(&mut feed, most, false);
         session.notified(&mut feed);
         hw.renew_memory(cx, session);
@@ -399,7 +399,7 @@ impl<S: QueueSession> ClientQueue<S> {
         hw: &mut HwQueueSet<D>,
         cx: &mut Cx,
         device_idle: bool,
-        (waits, now_ns): (bool, u64),
+        waits: bool,
         mut busy: bool,
     ) -> bool {
         let stopping = self.is_stopping();
@@ -416,7 +416,7 @@ impl<S: QueueSession> ClientQueue<S> {
             // The control path's flush takes a slot, too, so free bios may exceed the available slots.
             let most = most.min(hw.room()).min(self.bios.room());
             let (identity, refusals) = (&self.identity, &*self.refusals);
-            let mut feed = BioFeed { hw, bios: &mut self.bios, identity, refusals, now_ns };
+            let mut feed = BioFeed { hw, bios: &mut self.bios, identity, refusals };
             busy |= session.fetch(&mut feed, most, device_idle);
         }
         // Published before the device's turn, which may be long.

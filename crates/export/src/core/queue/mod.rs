@@ -218,7 +218,7 @@ fn round<Cx: ?Sized + SignalEventfd, D: Driver<Cx>, S: QueueSession>(
     for step in 0..members.len() {
         let index = first + step;
         let index = if index < members.len() { index } else { index - members.len() };
-        busy = members[index].feed(hw, cx, device_idle, (waits, now_ns), busy);
+        busy = members[index].feed(hw, cx, device_idle, waits, busy);
     }
     busy |= hw.issue(cx, now_ns) > 0;
     for index in 0..members.len() {

@@ -125,8 +125,6 @@ pub struct BioFeed<'a, D, S: QueueSession> {
     pub identity: &'a S::Identity,
     /// Counters of invalid requests.
     pub refusals: &'a S::Refusals,
-    /// Time of the round, ns.
-    pub now_ns: u64,
 }
 
 impl<D, S: QueueSession> BioFeed<'_, D, S> {
