@@ -165,6 +165,8 @@ struct SharedFile {
     write_through: bool,
     counters: FileCounters,
     is_block_device: bool,
+    /// From so many bytes on a thread of the kernel does a read, another one for each; `u64::MAX`: none does.
+    threaded_bytes: u64,
     /// Learned from refusals, since asking would take changing the file.
     no_trim: AtomicBool,
     no_punch: AtomicBool,

@@ -43,6 +43,7 @@ use blkyard_mq::{Idle, IdlePolicy, Lane, Poller, Slot, TurnStats, Wake};
 
 use crate::clock::{Clock, clock_ns, thread_cpu_use};
 use crate::ring::{Ring, RingConfig, RingCounters, RingError};
+use crate::slice::{LANE_SLICE_NS, shorten_slice};
 use crate::wake::Waker;
 
 /// How a lane thread is made.
@@ -336,6 +337,9 @@ where
     let run = move || {
         let made = pin(&config).and_then(|()| {
             config.node.into_iter().for_each(blkyard_mem::prefer_node);
+            if let Err(error) = shorten_slice(LANE_SLICE_NS) {
+                tracing::debug!("lane {}: its time slice stays the default: {error}", config.name);
+            }
             let made = Ring::new(config.ring);
             made.map_err(|source| LaneError::Ring { name: config.name.clone(), source })
         });

@@ -18,6 +18,7 @@ mod parker;
 mod receiver;
 mod ring;
 mod signals;
+mod slice;
 mod topology;
 mod vfio;
 mod wake;

@@ -131,7 +131,6 @@ impl FileDevice {
         };
         let shared = SharedFile {
             name: info.name.clone(),
-            file: Arc::new(file),
             memory_mask,
             offset_mask,
             bounce_bytes: limits.sectors_max << SECTOR_SHIFT,
@@ -139,14 +138,31 @@ impl FileDevice {
             write_through: config.write_through,
             counters: FileCounters::default(),
             is_block_device: block_device,
+            threaded_bytes: if is_in_memory(&file) && has_cpus() { THREADED_BYTES } else { u64::MAX },
             no_trim: AtomicBool::new(false),
             no_punch: AtomicBool::new(false),
             sync_failed: false.into(),
             no_zero_range: AtomicBool::new(false),
             zeroes: Region::anonymous(ZEROES_BYTES).map_err(system("no memory for its buffers"))?,
+            file: Arc::new(file),
         };
         Ok(FileDevice { info, mode, shared: Arc::new(shared) })
     }
+}
+
+/// Shortest read of a file in memory that has a thread of the kernel of its own. Shorter ones are as fast without, or
+/// faster (docs/benchmarks/devices.md).
+const THREADED_BYTES: u64 = 64 << 10;
+
+/// Whether a file system in memory holds the file: the kernel has a thread copy what is read of it, one for all reads
+/// of a lane unless it is asked for more.
+fn is_in_memory(file: &OwnedFd) -> bool {
+    rustix::fs::fstatfs(file).is_ok_and(|system| system.f_type == libc::TMPFS_MAGIC)
+}
+
+/// Whether threads can copy beside one another.
+fn has_cpus() -> bool {
+    std::thread::available_parallelism().is_ok_and(|cpus| cpus.get() > 1)
 }
 
 /// Whether the kernel reports a block device, or the disk of a partition, as rotational.

@@ -146,16 +146,18 @@ impl FileSlot {
         let at = self.offset + self.done;
         let left = self.len - self.done;
         let sync = if self.durable { libc::RWF_DSYNC } else { 0 };
+        let thread = if left < shared.threaded_bytes { squeue::Flags::empty() } else { squeue::Flags::ASYNC };
         match (self.step, self.data) {
             (FileStep::Read, Data::Fixed { address, buffer }) => {
                 let start = (address + self.done) as *mut u8;
-                opcode::ReadFixed::new(fd, start, left as u32, buffer).offset(at).build()
+                opcode::ReadFixed::new(fd, start, left as u32, buffer).offset(at).build().flags(thread)
             }
             (FileStep::Read, Data::One { address }) => {
-                opcode::Read::new(fd, (address + self.done) as *mut u8, left as u32).offset(at).build()
+                opcode::Read::new(fd, (address + self.done) as *mut u8, left as u32).offset(at).build().flags(thread)
             }
             (FileStep::Read, Data::Many { first, count }) => {
-                opcode::Readv::new(fd, vectors.wrapping_add(first.into()), count.into()).offset(at).build()
+                let vectors = vectors.wrapping_add(first.into());
+                opcode::Readv::new(fd, vectors, count.into()).offset(at).build().flags(thread)
             }
             (FileStep::Write, Data::Fixed { address, buffer }) => {
                 let start = (address + self.done) as *const u8;
@@ -345,6 +347,7 @@ mod tests {
             write_through: false,
             counters: super::super::FileCounters::default(),
             is_block_device: false,
+            threaded_bytes: u64::MAX,
             no_trim: false.into(),
             no_punch: false.into(),
             no_zero_range: false.into(),

@@ -107,6 +107,31 @@ fn bios_in_a_row_share_requests_and_each_has_its_data() {
     }
 }
 
+/// One of the kernel's threads would do them one after another, while another CPU is idle.
+#[test]
+fn long_reads_of_a_file_in_memory_are_copied_by_several_threads() {
+    let own = format!("iou-wrk-{}", rustix::thread::gettid().as_raw_nonzero());
+    let copiers = || {
+        let threads = fs::read_dir("/proc/self/task").unwrap();
+        let names = threads.filter_map(|thread| fs::read_to_string(thread.ok()?.path().join("comm")).ok());
+        names.filter(|name| name.trim() == own).count()
+    };
+    let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+    let path = image(&folder, 32 * MIB);
+    let data = pattern(32 << 20, 5);
+    fs::write(&path, &data).unwrap();
+    let mut bench = Bench::unmerged(FileConfig::new(&path), 32);
+    // All into the same four places.
+    let reads = || (0..32).map(|i| bio(Op::Read, i * 2048, &[(i % 4 * MIB, 1 << 20)])).collect();
+    assert!((0..10).all(|_| bench.run(reads()).iter().all(|bio| bio.status.is_ok())));
+    let cpus = std::thread::available_parallelism().unwrap().get();
+    assert!(copiers() >= cpus.min(2), "{} threads on {cpus} CPUs", copiers());
+    for i in 28..32 {
+        assert_eq!(bench.one(bio(Op::Read, i * 2048, &[(i % 4 * MIB, 1 << 20)])), Status::Ok);
+    }
+    assert!(bench.bytes(0, 4 << 20) == data[28 << 20..]);
+}
+
 /// The kernel copies data of the page cache, or of a file system in memory, when the lane enters it.
 #[test]
 fn what_is_copied_in_one_turn_is_bounded_in_bytes() {
