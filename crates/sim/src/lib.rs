@@ -12,6 +12,7 @@
 //! its target, which may add others.
 #![forbid(unsafe_code)]
 
+mod arguments;
 mod chaos;
 mod device;
 mod disk;
@@ -24,6 +25,7 @@ mod path;
 mod rng;
 mod world;
 
+pub use arguments::SimArguments;
 pub use chaos::{ChaosConfig, ChaosCounts, ChaosDevice, ChaosEvent, ChaosQueue, ChaosStep};
 pub use device::{DeviceEvent, DeviceModel, ModelDevice};
 pub use disk::{DiskModel, RotaryDisk};

@@ -5,31 +5,21 @@
 
 #![forbid(unsafe_code)]
 
-use std::ops::Range;
 use std::panic::catch_unwind;
 use std::process::ExitCode;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use blkyard_sim::{WorldOptions, run_world};
-
-const USAGE: &str = "use SEED, or FIRST..END for several, then [--seconds N] and options as key=value";
-
-struct SimArguments {
-    seeds: Range<u64>,
-    /// No run begins after that.
-    limit: Duration,
-    options: Vec<String>,
-}
+use blkyard_sim::{SimArguments, WorldOptions, run_world};
 
 fn main() -> ExitCode {
-    let arguments = match parse(std::env::args().skip(1)) {
+    let arguments = match SimArguments::parse(std::env::args().skip(1)) {
         Ok(arguments) => arguments,
         Err(error) => {
             eprintln!("error: {error}");
             return ExitCode::FAILURE;
         }
     };
-    let alone = arguments.seeds.end - arguments.seeds.start == 1;
+    let alone = arguments.is_of_one();
     let (begun, mut worlds, mut bios) = (Instant::now(), 0, 0);
     for seed in arguments.seeds {
         if worlds > 0 && begun.elapsed() > arguments.limit {
@@ -61,28 +51,4 @@ fn main() -> ExitCode {
         println!("{worlds} worlds, {bios} bios, all well");
     }
     ExitCode::SUCCESS
-}
-
-fn parse(arguments: impl Iterator<Item = String>) -> Result<SimArguments, String> {
-    let (mut seeds, mut limit, mut options) = (None, Duration::MAX, Vec::new());
-    let mut arguments = arguments;
-    while let Some(argument) = arguments.next() {
-        if argument == "--seconds" {
-            let seconds = arguments.next().and_then(|seconds| seconds.parse().ok());
-            limit = Duration::from_secs(seconds.ok_or("--seconds wants a number")?);
-        } else if argument.contains('=') {
-            options.push(argument);
-        } else if seeds.is_none() {
-            let range = match argument.split_once("..") {
-                Some((first, end)) => first.parse().ok().zip(end.parse().ok()),
-                None => argument.parse::<u64>().ok().and_then(|seed| Some((seed, seed.checked_add(1)?))),
-            };
-            let (first, end) =
-                range.filter(|(first, end)| first < end).ok_or_else(|| format!("'{argument}': {USAGE}"))?;
-            seeds = Some(first..end);
-        } else {
-            return Err(format!("'{argument}': {USAGE}"));
-        }
-    }
-    Ok(SimArguments { seeds: seeds.ok_or(USAGE)?, limit, options })
 }
