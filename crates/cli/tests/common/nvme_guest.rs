@@ -379,7 +379,10 @@ fn has_at_device(socket: &Path, qid: u16, commands: usize) -> bool {
     let daemon = inspect(folder, &["exports"]);
     let mut exports = daemon["exports"].as_array().into_iter().flatten();
     let export = exports.find(|export| export["name"] == format!("vfio-user:{name}"));
-    let now = export.map_or(&serde_json::Value::Null, |export| &export["queues"][usize::from(qid) - 1]["now"]);
+    let queues = export.map_or(&serde_json::Value::Null, |export| &export["queues"]);
+    let queue = &queues[usize::from(qid) - 1];
+    // Several queues may share a hardware queue, which one of them shows.
+    let now = &queue["shown_with"].as_u64().map_or(queue, |other| &queues[other as usize])["now"];
     let [bios, in_flight, waiting, dispatch] =
         ["bios", "in_flight", "waiting", "dispatch"].map(|key| now[key].as_u64().unwrap_or(u64::MAX));
     now["bios"].is_u64() && bios >= commands as u64 && in_flight > 0 && waiting + dispatch == 0
