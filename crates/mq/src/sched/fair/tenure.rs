@@ -158,51 +158,6 @@ impl TenureQueues {
         }
     }
 
-    /// Ends the tenure of `holder` if it is over for the queue that `asks`: its own, one that is not kept any more, or
-    /// one that was kept too long. Returns who has the device then, or 0.
-    fn end_of_tenure(&mut self, holder: u64, asks: u64, now_ns: u64) -> u64 {
-        let kept_until_ns = self.member(holder).map_or(0, |member| member.kept_until_ns.load(Relaxed));
-        let lost_ns = LOST_NS + 2 * self.length_ns;
-        let is_lost = self.wanted_ns.is_some_and(|wanted_ns| now_ns.saturating_sub(wanted_ns) > lost_ns);
-        if holder != asks && now_ns < kept_until_ns && !is_lost {
-            return holder;
-        }
-        self.charge(holder, if holder == asks { now_ns } else { now_ns.min(kept_until_ns) });
-        0
-    }
-
-    /// Has a queue wait for this long. One that did not is owed nothing for that time.
-    fn wait(&mut self, number: u64, for_ns: u64, now_ns: u64) {
-        let virtual_ns = self.virtual_ns;
-        let Some(member) = self.member(number) else { unreachable!("it has joined") };
-        if now_ns >= member.waits_until_ns {
-            member.had_ns = member.had_ns.max(virtual_ns);
-        }
-        member.waits_until_ns = now_ns + for_ns;
-    }
-
-    /// Begins the tenure of a queue that waits. Returns its length.
-    fn begin(&mut self, number: u64, config: &FairConfig, now_ns: u64) -> u64 {
-        let Some(member) = self.member(number) else { unreachable!("it has joined") };
-        member.waits_until_ns = 0;
-        let had_ns = member.had_ns;
-        let weight = u32::from(config.weight);
-        let all: u64 = self.waiting(now_ns).map(|(_, member)| u64::from(member.weight)).sum();
-        let length_ns = turn::share_ns(config, weight, all + u64::from(weight));
-        (self.virtual_ns, self.since_ns, self.length_ns) = (had_ns, now_ns, length_ns);
-        self.wanted_ns = None;
-        length_ns
-    }
-
-    /// Until when others wait for the tenure that runs, or 0; notes since when they do.
-    fn note_wanted(&mut self, now_ns: u64) -> u64 {
-        let until_ns = self.waiting(now_ns).map(|(_, member)| member.waits_until_ns).max();
-        if until_ns.is_some() {
-            self.wanted_ns.get_or_insert(now_ns);
-        }
-        until_ns.unwrap_or(0)
-    }
-
     /// Counts the time of a tenure that ends.
     fn charge(&mut self, number: u64, end_ns: u64) {
         let used_ns = end_ns.saturating_sub(self.since_ns);
@@ -300,20 +255,43 @@ impl Tenure {
         let table = Arc::clone(&self.table);
         let mut queues = table.queues();
         queues.forget_unwanted(now_ns);
-        let mut holder = queues.end_of_tenure(table.holder.load(Relaxed), self.me, now_ns);
-        let others_again_ns = AGAIN_NS.max(AGAIN_EACH_NS * queues.members.len() as u64);
-        queues.wait(self.me, others_again_ns * 5 / 2, now_ns);
-        let again_ns = match queues.next(now_ns) == Some(self.me) {
-            false => Some(now_ns + others_again_ns),
-            true if holder > 0 => Some(now_ns + NEXT_NS),
-            true => {
-                holder = self.me;
-                (self.length_ns, self.until_ns) = (queues.begin(self.me, &self.config, now_ns), u64::MAX);
-                self.works();
-                None
+        let mut holder = table.holder.load(Relaxed);
+        let kept_until_ns = queues.member(holder).map_or(0, |member| member.kept_until_ns.load(Relaxed));
+        let lost_ns = LOST_NS + 2 * queues.length_ns;
+        let is_lost = queues.wanted_ns.is_some_and(|wanted_ns| now_ns.saturating_sub(wanted_ns) > lost_ns);
+        if holder == self.me || now_ns >= kept_until_ns || is_lost {
+            queues.charge(holder, if holder == self.me { now_ns } else { now_ns.min(kept_until_ns) });
+            holder = 0;
+        }
+        let (virtual_ns, number_of_queues) = (queues.virtual_ns, queues.members.len() as u64);
+        let others_again_ns = AGAIN_NS.max(AGAIN_EACH_NS * number_of_queues);
+        let Some(member) = queues.member(self.me) else { unreachable!("it has joined") };
+        if now_ns >= member.waits_until_ns {
+            member.had_ns = member.had_ns.max(virtual_ns);
+        }
+        member.waits_until_ns = now_ns + others_again_ns * 5 / 2;
+        let had_ns = member.had_ns;
+        let next = queues.next(now_ns);
+        let mut again_ns = Some(now_ns + if next == Some(self.me) { NEXT_NS } else { others_again_ns });
+        if holder == 0 && next == Some(self.me) {
+            if let Some(member) = queues.member(self.me) {
+                member.waits_until_ns = 0;
             }
-        };
-        table.wanted_until_ns.store(queues.note_wanted(now_ns), Relaxed);
+            let weight = u32::from(self.config.weight);
+            let all: u64 = queues.waiting(now_ns).map(|(_, member)| u64::from(member.weight)).sum();
+            let length_ns = turn::share_ns(&self.config, weight, all + u64::from(weight));
+            (self.length_ns, self.until_ns) = (length_ns, u64::MAX);
+            (queues.virtual_ns, queues.since_ns, queues.length_ns) = (had_ns, now_ns, length_ns);
+            queues.wanted_ns = None;
+            self.works();
+            holder = self.me;
+            again_ns = None;
+        }
+        let wanted_until_ns = queues.waiting(now_ns).map(|(_, member)| member.waits_until_ns).max();
+        if wanted_until_ns.is_some() {
+            queues.wanted_ns.get_or_insert(now_ns);
+        }
+        table.wanted_until_ns.store(wanted_until_ns.unwrap_or(0), Relaxed);
         table.holder.store(holder, Relaxed);
         again_ns
     }
