@@ -151,7 +151,7 @@ impl FileDevice {
 }
 
 /// Shortest read of a file in memory that has a thread of the kernel of its own. Shorter ones are as fast without, or
-/// faster (docs/benchmarks/devices.md).
+/// faster (docs/adr/0071).
 const THREADED_BYTES: u64 = 64 << 10;
 
 /// Whether a file system in memory holds the file: the kernel has a thread copy what is read of it, one for all reads
