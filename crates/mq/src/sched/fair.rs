@@ -600,11 +600,12 @@ impl Scheduler for Fair {
             self.rest(at);
         }
         self.depth.ended(cost(bio), now_ns);
-        if self.config.device == FairDevice::Measured
-            && bio.op == Op::Read
-            && self.device.read(bio.sector, bio.sectors, start_ns, now_ns)
-        {
-            self.change_kind(now_ns);
+        if self.config.device == FairDevice::Measured {
+            if bio.op != Op::Read {
+                self.device.disturb();
+            } else if self.device.read(bio.sector, bio.sectors, start_ns, now_ns, self.depth.has_company()) {
+                self.change_kind(now_ns);
+            }
         }
     }
 

@@ -6,6 +6,7 @@
 
 mod beside;
 mod cache;
+mod drawn;
 mod job;
 mod jobs;
 mod neighbour;
@@ -34,7 +35,7 @@ impl TimesliceLength {
 
 /// A part, and its title for progress output.
 type Runs = fn(TimesliceLength, u64) -> io::Result<Part>;
-const PARTS: [(&str, Runs); 14] = [
+const PARTS: [(&str, Runs); 15] = [
     ("the one figure that is calibrated", parallel::calibration),
     ("two files read in parallel", parallel::readers),
     ("two files copied in parallel", parallel::copies),
@@ -49,6 +50,7 @@ const PARTS: [(&str, Runs); 14] = [
     ("a noisy neighbour on flash that reads", neighbour::flash_reads),
     ("a noisy neighbour on flash that reads much at a time", neighbour::flash_large_reads),
     ("a noisy neighbour on flash that writes", neighbour::flash_writes),
+    ("drawn loads on all devices", drawn::part),
 ];
 
 /// Runs all parts.

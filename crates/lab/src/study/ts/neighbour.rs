@@ -25,7 +25,7 @@ const LIMITS: [usize; 9] = [1, 2, 4, 8, 12, 16, 32, 64, 128];
 const P99_TIMES: f64 = 1.5;
 const WORK: f64 = 0.95;
 /// A network path, or an array behind one: 100 us for one, 100 thousand a second, 3.2 GB/s.
-const PATH: LineModel =
+pub(super) const PATH: LineModel =
     LineModel { access_ns: 10_000, bytes_per_s: 3_200_000_000, latency_ns: 90_000, jitter_ns: 5_000, depth: 1023 };
 
 #[derive(Clone, Copy)]

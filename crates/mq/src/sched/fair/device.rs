@@ -3,7 +3,8 @@
 //! Measured while the queue runs: the time from one completion to the next while the device was busy, separately for
 //! reads near the previous one and far from it, and by size, since a large one takes longer at any position. A far read
 //! that takes clearly longer than a near one of the same size or more shows seeks; one that takes as long as a near one
-//! of the same size or less shows none. Writes are ignored, since a cache accepts them at any position.
+//! of the same size or less shows none. Writes are ignored, since a cache accepts them at any position. So is a read
+//! that ends after one, or beside other queues: it may have waited for those.
 //!
 //! A single read may have waited for another cause: garbage collection of flash, or a disk's destaging. So near reads
 //! count with about the time of the quicker ones, and of the far ones six of eight must agree.
@@ -55,7 +56,7 @@ pub(super) struct DeviceEstimate {
     near: [Quick; SIZES.len() + 1],
     /// A bit for each of the last comparable far reads: whether it contradicts the estimate.
     wrong: [u8; SIZES.len() + 1],
-    /// When and behind which sector the last one ended.
+    /// When and behind which sector the last one ended; the end of time if it says nothing about the next one.
     last_ns: u64,
     last_end: u64,
 }
@@ -64,7 +65,7 @@ impl DeviceEstimate {
     /// For a device reported with or without seeks.
     pub(super) fn new(seeks: bool) -> DeviceEstimate {
         let near = [Quick::default(); SIZES.len() + 1];
-        DeviceEstimate { seeks, near, wrong: [0; SIZES.len() + 1], last_ns: 0, last_end: u64::MAX }
+        DeviceEstimate { seeks, near, wrong: [0; SIZES.len() + 1], last_ns: u64::MAX, last_end: 0 }
     }
 
     /// Whether there are seeks, as far as is known.
@@ -73,14 +74,24 @@ impl DeviceEstimate {
         self.seeks
     }
 
-    /// A read that the device had since `start_ns` has ended. True if it shows that we were wrong.
+    /// Something else may have had the device since the last read.
     #[inline]
-    pub(super) fn read(&mut self, sector: u64, sectors: u32, start_ns: u64, now_ns: u64) -> bool {
+    pub(super) fn disturb(&mut self) {
+        self.last_ns = u64::MAX;
+    }
+
+    /// A read that the device had since `start_ns`, in the company of other queues or not, has ended. True if it shows
+    /// that we were wrong.
+    #[inline]
+    pub(super) fn read(&mut self, sector: u64, sectors: u32, start_ns: u64, now_ns: u64, company: bool) -> bool {
         let took_ns = now_ns.saturating_sub(start_ns.max(self.last_ns));
         let distance = sector.abs_diff(self.last_end);
-        let known = self.last_end != u64::MAX;
         (self.last_ns, self.last_end) = (now_ns, sector.saturating_add(u64::from(sectors)));
-        if !known || took_ns == 0 || (distance > NEAR_SECTORS && distance < FAR_SECTORS) {
+        if took_ns == 0 || (distance > NEAR_SECTORS && distance < FAR_SECTORS) {
+            return false;
+        }
+        // A queue that takes the device for a disk has it alone, for tenures.
+        if company && !self.seeks {
             return false;
         }
         let size = SIZES.iter().take_while(|most| sectors > **most).count();
@@ -118,7 +129,7 @@ mod tests {
             sector += [0, 10_000_000][far];
             let start_ns = now_ns;
             now_ns += [near_ns, far_ns][far];
-            if device.read(sector, sectors[far], start_ns, now_ns) {
+            if device.read(sector, sectors[far], start_ns, now_ns, false) {
                 assert_eq!(device.seeks(), !seeks);
                 return true;
             }
@@ -149,7 +160,22 @@ mod tests {
             // One in five waits for 17 ms, wherever it is.
             let start_ns = now_ns;
             now_ns += if at % 5 == 0 { 17_000_000 } else { 60_000 };
-            assert!(!device.read(at / 2 % 2 * 10_000_000 + at * 8, 8, start_ns, now_ns), "{at}");
+            assert!(!device.read(at / 2 % 2 * 10_000_000 + at * 8, 8, start_ns, now_ns, false), "{at}");
+        }
+    }
+
+    #[test]
+    fn reads_that_wait_for_writes_show_no_seeks() {
+        let (mut device, mut now_ns) = (DeviceEstimate::new(false), 0);
+        for at in 0..10_000_u64 {
+            // The far ones behind many large writes, as it happens.
+            let far = u64::from(at % 8 == 7);
+            if far > 0 {
+                device.disturb();
+            }
+            let start_ns = now_ns;
+            now_ns += 60_000 + far * 20_000_000;
+            assert!(!device.read(far * 10_000_000 + at * 8, 8, start_ns, now_ns, false), "{at}");
         }
     }
 
@@ -160,7 +186,7 @@ mod tests {
             let far = at / 2 % 2;
             let start_ns = now_ns;
             now_ns += if at % 3 == 0 { 20_000_000 } else { 1_000_000 + far * 8_000_000 };
-            assert!(!device.read(far * 10_000_000 + at * 8, 8, start_ns, now_ns), "{at}");
+            assert!(!device.read(far * 10_000_000 + at * 8, 8, start_ns, now_ns, false), "{at}");
         }
     }
 
