@@ -15,10 +15,10 @@ use blkyard_mq::OpClass;
 use crate::policy::{ChoiceReason, PathChoice, PathIo, PathPolicy};
 use crate::{PATHS_MAX, PathSet};
 
+/// Size classes: one for each power of two. The first ends at 256 bytes, the last one holds all above 2 MiB.
+const SIZES: usize = 16;
 /// Directions times size classes.
-const CLASSES: usize = 6;
-/// Ends of the size classes, bytes: 8 KiB, 64 KiB, and larger.
-const SIZE_ENDS: [u32; 2] = [8 << 10, 64 << 10];
+const CLASSES: usize = 2 * SIZES;
 /// I/Os in flight on a path whose latency is unknown, while another path is known.
 const UNMEASURED_MAX: u32 = 1;
 /// Samples that close a window.
@@ -124,8 +124,9 @@ impl Default for Adaptive {
 /// Class of an I/O: direction and size.
 #[inline]
 fn class_of(io: &PathIo) -> usize {
-    let size = SIZE_ENDS.iter().filter(|end| io.bytes > **end).count();
-    if io.class == OpClass::Read { size } else { 3 + size }
+    let bits = u32::BITS - (io.bytes.saturating_sub(1) >> 8).leading_zeros();
+    let size = (bits as usize).min(SIZES - 1);
+    if io.class == OpClass::Read { size } else { SIZES + size }
 }
 
 impl PathEstimate {

@@ -137,6 +137,41 @@ fn an_abandoned_io_leaves_no_load_and_no_latency() {
     assert_ne!(fresh, format!("{policy:?}"), "the time of the last choice is kept");
 }
 
+/// I/Os in a second of clients that read 1 MiB and 128 KiB in turn, over two links of which one is twice as fast.
+fn mixed_sizes(kind: PolicyKind) -> u64 {
+    let link = |mb: u64| PathModel { bytes_per_s: mb * 1_000_000, channels: 256, ..model(140) };
+    let mut set = PathSet::new();
+    let mut paths = [link(3000), link(1500)].map(|model| ModelPath::new(model, 3));
+    paths.iter().for_each(|_| assert!(set.add(PathState::default(), 0).is_some()));
+    let (mut policy, mut events) = (kind.build(), Events::default());
+    let submit = |policy: &mut Box<dyn PathPolicy>, paths: &mut [ModelPath; 2], now_ns: u64, number: u64| {
+        let io = PathIo { bytes: if number.is_multiple_of(2) { 1 << 20 } else { 128 << 10 }, ..READ };
+        let choice = policy.choose(&set, &io, now_ns).expect("a path is usable");
+        (paths[choice.path].submit(now_ns, io.bytes), choice)
+    };
+    let mut completed = 0;
+    for number in 0..16 {
+        let (ends_ns, choice) = submit(&mut policy, &mut paths, 0, number);
+        events.at(ends_ns, choice);
+    }
+    while events.next_ns().is_some_and(|ns| ns < 1000 * MS) {
+        let Some(choice): Option<PathChoice> = events.advance() else { break };
+        let now_ns = events.now_ns();
+        paths[choice.path].complete();
+        policy.complete(choice, now_ns);
+        completed += 1;
+        let (ends_ns, choice) = submit(&mut policy, &mut paths, now_ns, completed);
+        events.at(ends_ns, choice);
+    }
+    completed
+}
+
+#[test]
+fn large_sizes_are_told_apart_on_a_link() {
+    let ratio = mixed_sizes(PolicyKind::Adaptive) as f64 / mixed_sizes(PolicyKind::QueueDepth) as f64;
+    assert!(ratio > 1.0, "{ratio}");
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
