@@ -7,8 +7,9 @@
 //! fastest path until that one is about to queue. A loaded path is drained now and then, which shows its base.
 //!
 //! A path that completes nothing for longer than its load explains (a burst, a stall, a dead peer) costs more before
-//! any latency is measured. An unused path keeps its base, and gets a probe now and then: one I/O. While another path
-//! is known, a path that was never measured gets one I/O until its first completion.
+//! any latency is measured. An unused path keeps its base, and gets a probe now and then: one I/O. Probes that find a
+//! path faster than expected make its probes more frequent, others make them rarer. While another path is known, a path
+//! that was never measured gets one I/O until its first completion.
 
 use blkyard_mq::OpClass;
 
@@ -57,8 +58,14 @@ const SPREAD: f32 = 0.15;
 const PROBE_NS_MAX: u64 = 1_000_000_000;
 /// Shortest.
 const PROBE_NS_MIN: u64 = 1_000_000;
-/// Upper bound of the part of all I/O time that probes of a path take: one in so many.
+/// Part of all I/O time that probes of a path take: one in so many, at first and within these bounds.
 const PROBE_SHARE: f32 = 50.0;
+const PROBE_SHARES: (f32, f32) = (4.0, 250.0);
+/// A probe that meets at most so much of the expected latency makes the next one come sooner by `PROBE_SOONER`; any
+/// other one delays it by `PROBE_LATER`.
+const PROBE_PAYS: f32 = 0.5;
+const PROBE_SOONER: f32 = 4.0;
+const PROBE_LATER: f32 = 1.2;
 
 /// The policy.
 #[derive(Clone, Debug)]
@@ -89,6 +96,8 @@ struct PathEstimate {
     progress_ns: u64,
     /// Time of the last choice.
     chosen_ns: u64,
+    /// Probes take one in so many of all I/O time.
+    probe_share: f32,
     is_measured: bool,
     /// Windows closed, up to 255.
     windows: u8,
@@ -175,7 +184,7 @@ impl PathEstimate {
     }
 
     fn probe_interval_ns(&self, class: usize, in_flight: u32) -> u64 {
-        let takes_ns = self.base_of(class) * PROBE_SHARE / in_flight.max(1) as f32;
+        let takes_ns = self.base_of(class) * self.probe_share / in_flight.max(1) as f32;
         (takes_ns as u64).clamp(PROBE_NS_MIN, PROBE_NS_MAX)
     }
 
@@ -200,6 +209,11 @@ impl PathEstimate {
     fn record(&mut self, class: usize, load: f32, latency_ns: f32, is_probe: bool, now_ns: u64) {
         if !self.is_measured {
             self.begin_measured(class, latency_ns, now_ns);
+        }
+        if is_probe {
+            let pays = latency_ns < self.base_of(class) * self.slowdown * PROBE_PAYS;
+            let share = if pays { self.probe_share / PROBE_SOONER } else { self.probe_share * PROBE_LATER };
+            self.probe_share = share.clamp(PROBE_SHARES.0, PROBE_SHARES.1);
         }
         let mut base = self.base[class];
         if base == 0.0 {
@@ -237,6 +251,7 @@ impl PathEstimate {
     #[inline(never)]
     fn begin_measured(&mut self, class: usize, latency_ns: f32, now_ns: u64) {
         self.is_measured = true;
+        self.probe_share = PROBE_SHARE;
         self.base[class] = latency_ns;
         self.slowdown = 1.0;
         self.window = EstimateWindow { opened_ns: now_ns, ..EstimateWindow::default() };

@@ -172,6 +172,35 @@ fn large_sizes_are_told_apart_on_a_link() {
     assert!(ratio > 1.0, "{ratio}");
 }
 
+/// Number of probes of the second path in this time.
+fn probes(world: &World, from_ns: u64, until_ns: u64) -> usize {
+    let is_probe = |(ns, path, why): &&(u64, usize, ChoiceReason)| {
+        (from_ns..until_ns).contains(ns) && *path == 1 && *why == ChoiceReason::Probe
+    };
+    world.chosen.iter().filter(is_probe).count()
+}
+
+#[test]
+fn probes_of_an_unchanged_path_become_rarer() {
+    let mut world = World::new(adaptive(), &[model(100), model(1000)], 1);
+    world.run(4000 * MS);
+    let (first, last) = (probes(&world, 0, 500 * MS), probes(&world, 3500 * MS, 4000 * MS));
+    assert!(first > 2 * last && last > 0, "{first} in the first half second, {last} in the last");
+}
+
+#[test]
+fn a_path_that_recovers_often_is_probed_more_often() {
+    let mut still = World::new(adaptive(), &[model(200), model(1000)], 1);
+    still.run(2000 * MS);
+    let mut changing = World::new(adaptive(), &[model(200), model(1000)], 1);
+    for half in 1..=100 {
+        changing.run(half * 20 * MS);
+        changing.paths[1].set_model(model(if half % 2 == 1 { 40 } else { 1000 }));
+    }
+    let (still, changing) = (probes(&still, 0, 2000 * MS), probes(&changing, 0, 2000 * MS));
+    assert!(changing > 3 * still, "{changing} probes, {still} if nothing changes");
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
