@@ -169,11 +169,11 @@ pub fn run(args: &StudyArgs, console: Console) -> Result<ExitCode, StudyError> {
             publish(args, console, report.is_met(), picture, || report.json(), || report.text())
         }
         Study::TimeSlice => {
-            let report = ts::run(ts::TimesliceLength::new(args.quick), args.seed, say)?;
+            let report = ts::run(args.quick, args.seed, say)?;
             publish(args, console, report.is_met(), || report.picture(), || report.json(), || report.text())
         }
         Study::LatencyPolicy => {
-            let report = lp::run(lp::PathStudyLength::new(args.quick), args.seed, say);
+            let report = lp::run(args.quick, args.seed, say)?;
             publish(args, console, report.is_met(), || report.picture(), || report.json(), || report.text())
         }
     }

@@ -9,7 +9,9 @@ mod regret;
 mod rig;
 mod scenes;
 
-use super::parts::{Part, PartsReport};
+use std::io;
+
+use super::parts::{Part, PartRun, PartsReport, run_parts, threads};
 
 /// How much is run.
 #[derive(Clone, Copy, Debug)]
@@ -32,34 +34,40 @@ impl PathStudyLength {
     }
 }
 
-/// A part of the study, from its length and seed.
-type RunPart = fn(PathStudyLength, u64) -> Part;
-
-/// Every part, and its title for progress output.
-const PARTS: [(&str, RunPart); 9] = [
-    ("sequential write", |length, seed| bed::pattern(&bed::PATTERNS[0], length, seed)),
-    ("random write", |length, seed| bed::pattern(&bed::PATTERNS[1], length, seed)),
-    ("sequential read", |length, seed| bed::pattern(&bed::PATTERNS[2], length, seed)),
-    ("random read", |length, seed| bed::pattern(&bed::PATTERNS[3], length, seed)),
-    ("decay", bed::decay),
-    ("capacity", bed::capacity),
-    ("published scenes", regret::published),
-    ("drawn scenes", regret::drawn),
-    ("hedged reads", regret::hedged),
+/// Every part, in the order of the report.
+const PARTS: [PartRun<PathStudyLength>; 9] = [
+    part("sequential write", [1.0, 0.2], |length, seed| Ok(bed::pattern(&bed::PATTERNS[0], length, seed))),
+    part("random write", [1.0, 0.2], |length, seed| Ok(bed::pattern(&bed::PATTERNS[1], length, seed))),
+    part("sequential read", [1.0, 0.2], |length, seed| Ok(bed::pattern(&bed::PATTERNS[2], length, seed))),
+    part("random read", [1.0, 0.2], |length, seed| Ok(bed::pattern(&bed::PATTERNS[3], length, seed))),
+    part("decay", [5.0, 1.0], |length, seed| Ok(bed::decay(length, seed))),
+    part("capacity", [5.0, 1.0], |length, seed| Ok(bed::capacity(length, seed))),
+    part("published scenes", [10.0, 2.5], |length, seed| Ok(regret::published(length, seed))),
+    part("drawn scenes", [60.0, 3.0], |length, seed| Ok(regret::drawn(length, seed))),
+    part("hedged reads", [1.0, 0.2], |length, seed| Ok(regret::hedged(length, seed))),
 ];
 
+const fn part(
+    title: &'static str,
+    cpu_s: [f64; 2],
+    run: fn(PathStudyLength, u64) -> io::Result<Part>,
+) -> PartRun<PathStudyLength> {
+    PartRun { title, cpu_s, run }
+}
+
 /// Runs all parts.
-pub(super) fn run(length: PathStudyLength, seed: u64, say: impl Fn(String)) -> PartsReport {
-    let part = |(what, run): (&str, RunPart)| {
-        say(format!("virtual time: {what} ..."));
-        run(length, seed)
-    };
-    PartsReport {
+///
+/// # Errors
+/// A part was not run.
+pub(super) fn run(is_quick: bool, seed: u64, say: impl Fn(String) + Sync) -> io::Result<PartsReport> {
+    let length = PathStudyLength::new(is_quick);
+    Ok(PartsReport {
         study: "latency-policy",
         title: "A path for each I/O, by five policies",
         head: "the real policies over model paths, virtual time",
+        post: "H. Reinecke, linux-nvme, April 2024: latency-based path policy of NVMe multipath",
         post_year: 2024,
         seed,
-        parts: PARTS.into_iter().map(part).collect(),
-    }
+        parts: run_parts(&PARTS, (length, is_quick), seed, threads(), say)?,
+    })
 }

@@ -1,9 +1,11 @@
 //! Parts of a study in virtual time: a table, goals, the post's claims. Text, JSON and picture are made from them.
 
 mod report;
+mod runner;
 mod svg;
 
 pub(crate) use report::PartsReport;
+pub(crate) use runner::{PartRun, run_parts, threads};
 
 use crate::study::goals::{Goal, PostClaim};
 
@@ -69,6 +71,14 @@ impl Part {
     pub(crate) fn value(&self, row: &PartRow, key: &str) -> Option<f64> {
         let at = self.columns.iter().position(|column| column.key == key)?;
         row.values[at]
+    }
+
+    /// The result in one line.
+    fn summary(&self) -> String {
+        match self.goals.len() {
+            0 => format!("{} rows, no goals", self.rows.len()),
+            all => format!("{} of {all} goals met", self.goals.iter().filter(|goal| goal.met).count()),
+        }
     }
 
     /// A figure with an upper bound. A missing one is not met.

@@ -16,6 +16,8 @@ pub(crate) struct PartsReport {
     pub(crate) title: &'static str,
     /// What ran on what.
     pub(crate) head: &'static str,
+    /// Author, list, month and subject of the post.
+    pub(crate) post: &'static str,
     /// Year of the post.
     pub(crate) post_year: u32,
     pub(crate) seed: u64,

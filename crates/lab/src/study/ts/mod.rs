@@ -16,7 +16,7 @@ mod rig;
 
 use std::io;
 
-use crate::study::parts::{Part, PartsReport};
+use crate::study::parts::{Part, PartRun, PartsReport, run_parts, threads};
 
 /// How much is run.
 #[derive(Clone, Copy, Debug)]
@@ -33,41 +33,46 @@ impl TimesliceLength {
     }
 }
 
-/// A part, and its title for progress output.
-type Runs = fn(TimesliceLength, u64) -> io::Result<Part>;
-const PARTS: [(&str, Runs); 15] = [
-    ("the one figure that is calibrated", parallel::calibration),
-    ("two files read in parallel", parallel::readers),
-    ("two files copied in parallel", parallel::copies),
-    ("1 to 16 jobs on a disk", jobs::disk),
-    ("16 jobs on flash", jobs::flash),
-    ("one beside two streams on flash", beside::flash),
-    ("one beside two copies on flash", beside::flash_writes),
-    ("one beside two streams on a disk", beside::disk),
-    ("one beside two copies on a disk", beside::disk_writes),
-    ("a noisy neighbour on a path that reads", neighbour::path_reads),
-    ("a noisy neighbour on a path that writes", neighbour::path_writes),
-    ("a noisy neighbour on flash that reads", neighbour::flash_reads),
-    ("a noisy neighbour on flash that reads much at a time", neighbour::flash_large_reads),
-    ("a noisy neighbour on flash that writes", neighbour::flash_writes),
-    ("drawn loads on all devices", drawn::part),
+/// Every part, in the order of the report.
+const PARTS: [PartRun<TimesliceLength>; 15] = [
+    part("the disk's calibration", [7.0, 1.4], parallel::calibration),
+    part("two files read in parallel", [4.0, 0.7], parallel::readers),
+    part("two files copied in parallel", [7.0, 1.2], parallel::copies),
+    part("1 to 16 jobs on a disk", [3.0, 0.3], jobs::disk),
+    part("16 jobs on flash", [20.0, 2.0], jobs::flash),
+    part("one beside two streams on flash", [20.0, 1.0], beside::flash),
+    part("one beside two copies on flash", [20.0, 1.0], beside::flash_writes),
+    part("one beside two streams on a disk", [1.0, 0.1], beside::disk),
+    part("one beside two copies on a disk", [1.0, 0.1], beside::disk_writes),
+    part("a noisy neighbour on a path that reads", [20.0, 1.5], neighbour::path_reads),
+    part("a noisy neighbour on a path that writes", [5.0, 0.5], neighbour::path_writes),
+    part("a noisy neighbour on flash that reads", [60.0, 8.0], neighbour::flash_reads),
+    part("a noisy neighbour on flash that reads much at a time", [15.0, 1.0], neighbour::flash_large_reads),
+    part("a noisy neighbour on flash that writes", [15.0, 1.0], neighbour::flash_writes),
+    part("drawn loads on all devices", [60.0, 6.0], drawn::part),
 ];
+
+const fn part(
+    title: &'static str,
+    cpu_s: [f64; 2],
+    run: fn(TimesliceLength, u64) -> io::Result<Part>,
+) -> PartRun<TimesliceLength> {
+    PartRun { title, cpu_s, run }
+}
 
 /// Runs all parts.
 ///
 /// # Errors
 /// There is no memory for it.
-pub(super) fn run(length: TimesliceLength, seed: u64, say: impl Fn(String)) -> io::Result<PartsReport> {
-    let part = |(what, run): (&str, Runs)| {
-        say(format!("virtual time: {what} ..."));
-        run(length, seed)
-    };
+pub(super) fn run(is_quick: bool, seed: u64, say: impl Fn(String) + Sync) -> io::Result<PartsReport> {
+    let length = TimesliceLength::new(is_quick);
     Ok(PartsReport {
         study: "time-slice",
         title: "Time slices for streams that share a device",
         head: "the real queue core on models of devices, virtual time",
+        post: "A. Herrmann, linux-kernel, February 2016: \"blk-mq: per software queue time slices\"",
         post_year: 2016,
         seed,
-        parts: PARTS.into_iter().map(part).collect::<io::Result<_>>()?,
+        parts: run_parts(&PARTS, (length, is_quick), seed, threads(), say)?,
     })
 }
