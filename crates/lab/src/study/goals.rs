@@ -4,6 +4,38 @@ use serde::Serialize;
 
 use super::grid::{GridRow, Ratios};
 
+/// What became of a goal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum GoalVerdict {
+    Met,
+    /// It follows from how the model is made, and counts neither as met nor as missed.
+    ByConstruction,
+    /// The limit lies within the noise of the runs.
+    Undecided,
+    Missed,
+}
+
+impl GoalVerdict {
+    pub(crate) fn word(self) -> &'static str {
+        match self {
+            GoalVerdict::Met => "met",
+            GoalVerdict::ByConstruction => "by construction",
+            GoalVerdict::Undecided => "undecided",
+            GoalVerdict::Missed => "MISSED",
+        }
+    }
+
+    /// Exit code of `--check` for all goals of a study: 1 if one is missed, else 3 if one is undecided.
+    pub(crate) fn exit_code(verdicts: impl IntoIterator<Item = GoalVerdict>) -> u8 {
+        match verdicts.into_iter().max() {
+            Some(GoalVerdict::Missed) => 1,
+            Some(GoalVerdict::Undecided) => 3,
+            Some(GoalVerdict::Met | GoalVerdict::ByConstruction) | None => 0,
+        }
+    }
+}
+
 /// A goal with the value reached.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Goal {
@@ -12,7 +44,19 @@ pub(crate) struct Goal {
     pub(crate) limit: f64,
     /// Where the value was found.
     pub(crate) at: String,
-    pub(crate) met: bool,
+    pub(crate) verdict: GoalVerdict,
+}
+
+impl Goal {
+    pub(crate) fn new(what: String, value: f64, limit: f64, at: String, is_met: bool) -> Goal {
+        let verdict = if is_met { GoalVerdict::Met } else { GoalVerdict::Missed };
+        Goal { what, value, limit, at, verdict }
+    }
+
+    #[cfg(test)]
+    pub(crate) fn is_met(&self) -> bool {
+        self.verdict == GoalVerdict::Met
+    }
 }
 
 /// A claim of the post's.
@@ -60,7 +104,7 @@ fn at_most(
     value: impl Fn(&GridRow) -> f64,
 ) -> Goal {
     let (value, at) = worst(rows, which, |row| value(row));
-    Goal { what: goal.into(), value, limit, at, met: value <= limit }
+    Goal::new(goal.into(), value, limit, at, value <= limit)
 }
 
 fn at_least(
@@ -71,7 +115,7 @@ fn at_least(
     value: impl Fn(&GridRow) -> f64,
 ) -> Goal {
     let (negative, at) = worst(rows, which, |row| -value(row));
-    Goal { what: goal.into(), value: -negative, limit, at, met: -negative >= limit }
+    Goal::new(goal.into(), -negative, limit, at, -negative >= limit)
 }
 
 /// The largest value, and where it is.
@@ -113,4 +157,18 @@ pub(crate) fn claims(rows: &[GridRow]) -> Vec<PostClaim> {
                      and interrupts are not lost here",
         },
     ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::GoalVerdict::{ByConstruction, Met, Missed, Undecided};
+    use super::*;
+
+    #[test]
+    fn an_undecided_goal_neither_passes_nor_fails_a_check() {
+        assert_eq!(GoalVerdict::exit_code([]), 0);
+        assert_eq!(GoalVerdict::exit_code([Met, ByConstruction]), 0);
+        assert_eq!(GoalVerdict::exit_code([Undecided, Met]), 3);
+        assert_eq!(GoalVerdict::exit_code([Met, Missed, Undecided]), 1);
+    }
 }

@@ -6,7 +6,7 @@ use blkyard_sim::DeviceModel;
 use serde::Serialize;
 
 use super::costs::{BATCHES, Costs, ModeCosts};
-use super::goals::{Goal, PostClaim, claims, goals};
+use super::goals::{Goal, GoalVerdict, PostClaim, claims, goals};
 use super::grid::{GridLength, GridRow, Ratios, TICK_NS};
 use super::measure::{COUNTED_BATCHES, StepInstruction, StepInstructions};
 use super::meter::StudyResult;
@@ -47,9 +47,9 @@ impl StudyReport {
         StudyReport { model, costs: costs.clone(), instructions, length, seed, rows, goals, claims }
     }
 
-    /// Whether every goal is met.
-    pub(crate) fn is_met(&self) -> bool {
-        self.goals.iter().all(|goal| goal.met)
+    /// Verdicts of all goals.
+    pub(crate) fn verdicts(&self) -> impl Iterator<Item = GoalVerdict> {
+        self.goals.iter().map(|goal| goal.verdict)
     }
 
     /// The tables.
@@ -80,8 +80,8 @@ impl StudyReport {
             let _ = writeln!(out, "  {what}: {found}; {verdict}");
         }
         let _ = writeln!(out, "\ngoals (against bio with or without its tick, whichever is harder)");
-        for Goal { what, value, limit, at, met } in &self.goals {
-            let verdict = if *met { "met" } else { "MISSED" };
+        for Goal { what, value, limit, at, verdict } in &self.goals {
+            let verdict = verdict.word();
             let _ = writeln!(out, "  {verdict:6}  {what}: {value:.3} (goal {limit}), the worst at {at}");
         }
         out

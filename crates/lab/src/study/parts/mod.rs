@@ -3,11 +3,12 @@
 mod report;
 mod runner;
 mod svg;
+mod table;
 
 pub(crate) use report::PartsReport;
 pub(crate) use runner::{PartRun, run_parts, threads};
 
-use crate::study::goals::{Goal, PostClaim};
+use crate::study::goals::{Goal, GoalVerdict, PostClaim};
 
 /// One part.
 #[derive(Clone, Debug, Default)]
@@ -75,9 +76,10 @@ impl Part {
 
     /// The result in one line.
     fn summary(&self) -> String {
-        match self.goals.len() {
+        let of = |verdict| self.goals.iter().filter(|goal| goal.verdict == verdict).count();
+        match self.goals.len() - of(GoalVerdict::ByConstruction) {
             0 => format!("{} rows, no goals", self.rows.len()),
-            all => format!("{} of {all} goals met", self.goals.iter().filter(|goal| goal.met).count()),
+            all => format!("{} of {all} goals met", of(GoalVerdict::Met)),
         }
     }
 
@@ -90,12 +92,27 @@ impl Part {
         at: impl Into<String>,
     ) {
         let value = value.into().unwrap_or(f64::NAN);
-        self.goals.push(Goal { what: what.into(), value, limit, at: at.into(), met: value <= limit });
+        self.goals.push(Goal::new(what.into(), value, limit, at.into(), value <= limit));
+    }
+
+    /// Marks the last goal as undecided if its limit is no farther from its value than this.
+    pub(crate) fn undecided_within(&mut self, noise: f64) {
+        if let Some(goal) = self.goals.last_mut().filter(|goal| (goal.value - goal.limit).abs() <= noise) {
+            goal.verdict = GoalVerdict::Undecided;
+        }
+    }
+
+    /// Marks the last goal as met or missed by construction, with the reason.
+    pub(crate) fn by_construction(&mut self, reason: &str) {
+        if let Some(goal) = self.goals.last_mut() {
+            goal.verdict = GoalVerdict::ByConstruction;
+            goal.at = format!("{}: {reason}", goal.at);
+        }
     }
 
     /// Something is to be no less than this; the same.
     pub(crate) fn at_least(&mut self, what: impl Into<String>, value: f64, limit: f64, at: impl Into<String>) {
-        self.goals.push(Goal { what: what.into(), value, limit, at: at.into(), met: value >= limit });
+        self.goals.push(Goal::new(what.into(), value, limit, at.into(), value >= limit));
     }
 }
 
@@ -109,6 +126,21 @@ mod tests {
         part.at_most("p99", None, 2.0, "");
         part.at_most("p99", 2.0, 2.0, "");
         part.at_least("share", f64::NAN, 0.9, "");
-        assert_eq!(part.goals.iter().map(|goal| goal.met).collect::<Vec<_>>(), [false, true, false]);
+        assert_eq!(part.goals.iter().map(Goal::is_met).collect::<Vec<_>>(), [false, true, false]);
+    }
+
+    #[test]
+    fn a_goal_within_the_noise_is_undecided_and_an_identity_is_not_met() {
+        let mut part = Part::default();
+        part.at_most("ratio", 0.99, 1.0, "");
+        part.undecided_within(0.02);
+        part.at_most("ratio", 0.99, 1.0, "");
+        part.undecided_within(0.005);
+        part.at_most("ratio", 1.0, 1.0, "readers");
+        part.by_construction("one run");
+        let verdicts: Vec<_> = part.goals.iter().map(|goal| goal.verdict).collect();
+        assert_eq!(verdicts, [GoalVerdict::Undecided, GoalVerdict::Met, GoalVerdict::ByConstruction]);
+        // What holds by construction is no goal of a run.
+        assert_eq!(part.summary(), "1 of 2 goals met");
     }
 }

@@ -4,8 +4,9 @@ use std::fmt::Write;
 
 use serde_json::{Map, Value, json};
 
+use super::table::{figure, table, wrapped};
 use super::{Part, PartRow};
-use crate::study::goals::{Goal, PostClaim};
+use crate::study::goals::{Goal, GoalVerdict, PostClaim};
 
 /// All parts of a study.
 #[derive(Debug)]
@@ -25,30 +26,38 @@ pub(crate) struct PartsReport {
 }
 
 impl PartsReport {
-    /// Whether every goal is met.
-    pub(crate) fn is_met(&self) -> bool {
-        self.parts.iter().flat_map(|part| &part.goals).all(|goal| goal.met)
+    /// Verdicts of all goals.
+    pub(crate) fn verdicts(&self) -> impl Iterator<Item = GoalVerdict> {
+        self.goals().map(|goal| goal.verdict)
     }
 
-    /// The tables.
+    fn goals(&self) -> impl Iterator<Item = &Goal> {
+        self.parts.iter().flat_map(|part| &part.goals)
+    }
+
+    /// Goals, the post's claims, then the tables.
     pub(crate) fn text(&self) -> String {
-        let mut out = format!("study {}: {}; seed {}\n", self.study, self.head, self.seed);
-        for part in &self.parts {
-            table(&mut out, part);
+        let mut out = String::new();
+        wrapped(&mut out, "", 2, &format!("study {}: {}; seed {}", self.study, self.head, self.seed));
+        wrapped(&mut out, "", 2, &format!("post: {}", self.post));
+        let count = |verdict| self.verdicts().filter(|one| *one == verdict).count();
+        let counts = [GoalVerdict::Met, GoalVerdict::Missed, GoalVerdict::Undecided, GoalVerdict::ByConstruction]
+            .map(|verdict| format!("{} {}", count(verdict), verdict.word().to_lowercase()));
+        let _ = writeln!(out, "\ngoals: {}", counts.join(", "));
+        for Goal { what, value, limit, at, verdict } in self.goals() {
+            let first = format!("  {:17}", verdict.word());
+            let (value, limit) = (figure(*value, 3), figure(*limit, 3));
+            let at = if at.is_empty() { String::new() } else { format!(", {at}") };
+            wrapped(&mut out, &first, first.len(), &format!("{what}: {value} (goal {limit}){at}"));
         }
         let _ = writeln!(out, "\nclaims of the post");
         for PostClaim { what, found, reproduced, reason } in self.parts.iter().flat_map(|part| &part.claims) {
-            let verdict = match (*reproduced, reason.is_empty()) {
-                (true, true) => "reproduced".into(),
-                (true, false) => format!("reproduced: {reason}"),
-                (false, _) => format!("not reproduced: {reason}"),
-            };
-            let _ = writeln!(out, "  {what}: {found}; {verdict}");
+            let first = format!("  {:17}", if *reproduced { "reproduced" } else { "not reproduced" });
+            let reason = if reason.is_empty() { String::new() } else { format!("; {reason}") };
+            wrapped(&mut out, &first, first.len(), &format!("{what}: {found}{reason}"));
         }
-        let _ = writeln!(out, "\ngoals");
-        for Goal { what, value, limit, at, met } in self.parts.iter().flat_map(|part| &part.goals) {
-            let verdict = if *met { "met" } else { "MISSED" };
-            let _ = writeln!(out, "  {verdict:6}  {what}: {value:.3} (goal {limit:.3}), {at}");
+        for part in &self.parts {
+            table(&mut out, part);
         }
         out
     }
@@ -58,30 +67,8 @@ impl PartsReport {
         let goals: Vec<_> = self.parts.iter().flat_map(|part| &part.goals).collect();
         let claims: Vec<_> = self.parts.iter().flat_map(|part| &part.claims).collect();
         let parts: Vec<Value> = self.parts.iter().map(json_part).collect();
-        let whole = json!({ "study": self.study, "seed": self.seed, "parts": parts, "goals": goals, "claims": claims });
+        let whole = json!({ "study": self.study, "post": self.post, "seed": self.seed, "parts": parts, "goals": goals, "claims": claims });
         format!("{whole:#}")
-    }
-}
-
-fn table(out: &mut String, part: &Part) {
-    let names = part.rows.iter().map(|row| row.name.len()).max().unwrap_or(0).max(20);
-    let _ = write!(out, "\n{}\n{:names$}", part.title, "");
-    for column in &part.columns {
-        let _ = write!(out, "{:>12}", column.head);
-    }
-    let _ = writeln!(out);
-    for row in &part.rows {
-        let _ = write!(out, "{:names$}", row.name);
-        for (column, value) in part.columns.iter().zip(&row.values) {
-            let _ = match value {
-                Some(value) => write!(out, "{value:12.*}", column.digits),
-                None => write!(out, "{:>12}", "-"),
-            };
-        }
-        let _ = writeln!(out);
-    }
-    for note in &part.notes {
-        let _ = writeln!(out, "  {note}");
     }
 }
 

@@ -12,6 +12,7 @@ use super::post::{LINK_128K_IOPS, POST, PostedRatio, SUBMISSION_NS};
 use super::verdicts::{PremappedClaim, PremappedGoal, PremappedVerdict, claims, goals};
 use super::{BATCHES, Bed, IoMemory, PremappedLength, PremappedRow, PremappedRows, SIZES};
 use crate::study::costs::CallCost;
+use crate::study::goals::GoalVerdict;
 
 /// Parts that are the product's code.
 const REAL: &str = "queue core, NVMe driver, PRP entries and lists, registered buffers, rings and doorbells in memory";
@@ -47,9 +48,14 @@ impl PremappedReport {
         &self.rows
     }
 
-    /// Whether no goal is missed. An undecided one is not.
-    pub(crate) fn is_met(&self) -> bool {
-        self.goals.iter().all(|goal| goal.verdict != PremappedVerdict::No)
+    /// Verdicts of all goals.
+    pub(crate) fn verdicts(&self) -> impl Iterator<Item = GoalVerdict> {
+        self.goals.iter().map(|goal| match goal.verdict {
+            PremappedVerdict::Yes => GoalVerdict::Met,
+            PremappedVerdict::No => GoalVerdict::Missed,
+            PremappedVerdict::Undecided => GoalVerdict::Undecided,
+            PremappedVerdict::BuiltIn | PremappedVerdict::NotShown => GoalVerdict::ByConstruction,
+        })
     }
 
     /// Verdicts, then the tables.
@@ -64,7 +70,7 @@ impl PremappedReport {
              {samples} samples a row, each the 10th percentile of {windows} windows; median and 95 % interval\n",
             MODELLED.replace("batch; ", "batch;\n       ")
         );
-        self.verdicts(&mut out);
+        self.write_verdicts(&mut out);
         for bed in Bed::ALL {
             self.cpu(&mut out, bed);
         }
@@ -74,7 +80,7 @@ impl PremappedReport {
         out
     }
 
-    fn verdicts(&self, out: &mut String) {
+    fn write_verdicts(&self, out: &mut String) {
         let _ = writeln!(out, "goals");
         for PremappedGoal { what, goal, value, at, by_instructions, verdict } in &self.goals {
             let verdict = match verdict {

@@ -244,11 +244,12 @@ fn part(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::study::goals::Goal;
 
     #[test]
     fn on_a_path_a_neighbour_is_hardly_noticed_and_loses_next_to_nothing() {
         let part = path_reads(TimesliceLength { runs: 1, seconds: 2 }, 1).unwrap();
-        assert!(part.goals.len() == 2 && part.goals.iter().all(|goal| goal.met), "{:?}", part.goals);
+        assert!(part.goals.len() == 2 && part.goals.iter().all(Goal::is_met), "{:?}", part.goals);
         let times =
             |name: &str| part.rows.iter().find(|row| row.name == name).and_then(|row| part.value(row, "p99_times"));
         assert!(times("none") > Some(20.0) && times("alone") == Some(1.0), "{:?}", part.rows);

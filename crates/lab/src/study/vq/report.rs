@@ -12,7 +12,7 @@ use super::world::{Devices, VqScene, play};
 use super::{COUNTS, POST, VqCosts, VqLength, VqPoint};
 use crate::bench::count;
 use crate::study::costs::BATCHES;
-use crate::study::goals::{Goal, PostClaim};
+use crate::study::goals::{Goal, GoalVerdict, PostClaim};
 
 /// Everything.
 #[derive(Debug)]
@@ -52,9 +52,9 @@ impl VqReport {
         VqReport { length, seed, costs, grid, cpus, served, goals, claims }
     }
 
-    /// Whether every goal is met.
-    pub(crate) fn is_met(&self) -> bool {
-        self.goals.iter().all(|goal| goal.met)
+    /// Verdicts of all goals.
+    pub(crate) fn verdicts(&self) -> impl Iterator<Item = GoalVerdict> {
+        self.goals.iter().map(|goal| goal.verdict)
     }
 
     /// The tables.
@@ -74,8 +74,8 @@ impl VqReport {
             let _ = writeln!(out, "  {what}: {found}; {verdict}");
         }
         let _ = writeln!(out, "\ngoals");
-        for Goal { what, value, limit, at, met } in &self.goals {
-            let verdict = if *met { "met" } else { "MISSED" };
+        for Goal { what, value, limit, at, verdict } in &self.goals {
+            let verdict = verdict.word();
             let _ = writeln!(out, "  {verdict:6}  {what}: {value:.2} (goal {limit}), {at}");
         }
         out

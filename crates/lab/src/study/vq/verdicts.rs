@@ -24,13 +24,8 @@ pub(super) fn ratios(grid: &[VqPoint], devices: Devices) -> [f64; 3] {
 
 /// The post's ratios are the goals: with a thread for each queue in virtual time, and with two jobs in real time.
 pub(super) fn goals(grid: &[VqPoint], live: &VqLive, served: &[BackendTable], cpus: usize) -> Vec<Goal> {
-    let at_least = |what: String, value: f64, limit: f64, at: &str| Goal {
-        what,
-        value,
-        limit,
-        at: at.into(),
-        met: value >= limit,
-    };
+    let at_least =
+        |what: String, value: f64, limit: f64, at: &str| Goal::new(what, value, limit, at.into(), value >= limit);
     let simulated = ratios(grid, Devices::Each).into_iter().zip(POST);
     let mut goals: Vec<_> = simulated
         .map(|(value, (what, post))| {
@@ -135,6 +130,7 @@ pub(super) fn claims(grid: &[VqPoint], served: &[BackendTable], cpus: usize) -> 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::study::goals::GoalVerdict;
     use crate::study::vq::served::BACK_ENDS;
 
     fn served(ours: f64, theirs: f64) -> Vec<BackendTable> {
@@ -163,15 +159,15 @@ mod tests {
             assert_eq!(seen.iter().filter(|claim| claim.what.contains("in processes")).count(), 3 - judged);
         }
         // The post has 1.33, 2.00 and 1.39.
-        assert_eq!(goals_on(6, &served).iter().map(|goal| goal.met).collect::<Vec<_>>(), [true, false, true, true]);
+        assert_eq!(goals_on(6, &served).iter().map(Goal::is_met).collect::<Vec<_>>(), [true, false, true, true]);
     }
 
     #[test]
     fn the_other_daemon_is_a_goal_that_only_a_measurement_meets() {
         let mut served = served(9.0, 10.0);
-        assert!(matches!(goals_on(2, &served)[..], [Goal { met: false, .. }]));
+        assert!(matches!(goals_on(2, &served)[..], [Goal { verdict: GoalVerdict::Missed, .. }]));
         served[1].found = Found::NotMeasured("it is not there".into());
         let goals = goals_on(2, &served);
-        assert!(goals[0].value.is_nan() && !goals[0].met, "{goals:?}");
+        assert!(goals[0].value.is_nan() && !goals[0].is_met(), "{goals:?}");
     }
 }
