@@ -35,21 +35,21 @@ impl TimesliceLength {
 
 /// Every part, in the order of the report.
 const PARTS: [PartRun<TimesliceLength>; 15] = [
-    part("the disk's calibration", [7.0, 1.4], parallel::calibration),
-    part("two files read in parallel", [4.0, 0.7], parallel::readers),
-    part("two files copied in parallel", [7.0, 1.2], parallel::copies),
-    part("1 to 16 jobs on a disk", [3.0, 0.3], jobs::disk),
-    part("16 jobs on flash", [20.0, 2.0], jobs::flash),
-    part("one beside two streams on flash", [20.0, 1.0], beside::flash),
-    part("one beside two copies on flash", [20.0, 1.0], beside::flash_writes),
+    part("the disk's calibration", [4.0, 0.5], parallel::calibration),
+    part("two files read in parallel", [2.0, 0.3], parallel::readers),
+    part("two files copied in parallel", [3.0, 0.3], parallel::copies),
+    part("1 to 16 jobs on a disk", [2.0, 0.2], jobs::disk),
+    part("16 jobs on flash", [10.0, 1.2], jobs::flash),
+    part("one beside two streams on flash", [20.0, 0.4], beside::flash),
+    part("one beside two copies on flash", [10.0, 0.4], beside::flash_writes),
     part("one beside two streams on a disk", [1.0, 0.1], beside::disk),
     part("one beside two copies on a disk", [1.0, 0.1], beside::disk_writes),
-    part("a noisy neighbour on a path that reads", [20.0, 1.5], neighbour::path_reads),
-    part("a noisy neighbour on a path that writes", [5.0, 0.5], neighbour::path_writes),
-    part("a noisy neighbour on flash that reads", [60.0, 8.0], neighbour::flash_reads),
-    part("a noisy neighbour on flash that reads much at a time", [15.0, 1.0], neighbour::flash_large_reads),
-    part("a noisy neighbour on flash that writes", [15.0, 1.0], neighbour::flash_writes),
-    part("drawn loads on all devices", [60.0, 6.0], drawn::part),
+    part("a noisy neighbour on a path that reads", [38.0, 2.0], neighbour::path_reads),
+    part("a noisy neighbour on a path that writes", [12.0, 0.4], neighbour::path_writes),
+    part("a noisy neighbour on flash that reads", [130.0, 10.0], neighbour::flash_reads),
+    part("a noisy neighbour on flash that reads much at a time", [12.0, 1.5], neighbour::flash_large_reads),
+    part("a noisy neighbour on flash that writes", [12.0, 2.0], neighbour::flash_writes),
+    part("drawn loads on all devices", [14.0, 6.0], drawn::part),
 ];
 
 const fn part(
