@@ -11,7 +11,7 @@ mod scenes;
 
 use std::io;
 
-use super::parts::{Part, PartRun, PartsReport, run_parts, threads};
+use super::parts::{PartRun, PartsReport, run_parts, threads};
 
 /// How much is run.
 #[derive(Clone, Copy, Debug)]
@@ -36,24 +36,16 @@ impl PathStudyLength {
 
 /// Every part, in the order of the report.
 const PARTS: [PartRun<PathStudyLength>; 9] = [
-    part("sequential write", [1.0, 0.2], |length, seed| Ok(bed::pattern(&bed::PATTERNS[0], length, seed))),
-    part("random write", [1.0, 0.2], |length, seed| Ok(bed::pattern(&bed::PATTERNS[1], length, seed))),
-    part("sequential read", [1.0, 0.2], |length, seed| Ok(bed::pattern(&bed::PATTERNS[2], length, seed))),
-    part("random read", [1.0, 0.2], |length, seed| Ok(bed::pattern(&bed::PATTERNS[3], length, seed))),
-    part("decay", [5.0, 1.0], |length, seed| Ok(bed::decay(length, seed))),
-    part("capacity", [5.0, 1.0], |length, seed| Ok(bed::capacity(length, seed))),
-    part("published scenes", [10.0, 2.5], |length, seed| Ok(regret::published(length, seed))),
-    part("drawn scenes", [60.0, 3.0], |length, seed| Ok(regret::drawn(length, seed))),
-    part("hedged reads", [1.0, 0.2], |length, seed| Ok(regret::hedged(length, seed))),
+    PartRun::new("sequential write", [1.0, 0.2], |length, seed| Ok(bed::pattern(&bed::PATTERNS[0], length, seed))),
+    PartRun::new("random write", [1.0, 0.2], |length, seed| Ok(bed::pattern(&bed::PATTERNS[1], length, seed))),
+    PartRun::new("sequential read", [1.0, 0.2], |length, seed| Ok(bed::pattern(&bed::PATTERNS[2], length, seed))),
+    PartRun::new("random read", [1.0, 0.2], |length, seed| Ok(bed::pattern(&bed::PATTERNS[3], length, seed))),
+    PartRun::new("decay", [5.0, 1.0], |length, seed| Ok(bed::decay(length, seed))),
+    PartRun::new("capacity", [5.0, 1.0], |length, seed| Ok(bed::capacity(length, seed))),
+    PartRun::new("published scenes", [10.0, 2.5], |length, seed| Ok(regret::published(length, seed))),
+    PartRun::new("drawn scenes", [60.0, 3.0], |length, seed| Ok(regret::drawn(length, seed))),
+    PartRun::new("hedged reads", [1.0, 0.2], |length, seed| Ok(regret::hedged(length, seed))),
 ];
-
-const fn part(
-    title: &'static str,
-    cpu_s: [f64; 2],
-    run: fn(PathStudyLength, u64) -> io::Result<Part>,
-) -> PartRun<PathStudyLength> {
-    PartRun { title, cpu_s, run }
-}
 
 /// Runs all parts.
 ///

@@ -16,6 +16,12 @@ pub(crate) struct PartRun<L> {
     pub(crate) run: fn(L, u64) -> io::Result<Part>,
 }
 
+impl<L> PartRun<L> {
+    pub(crate) const fn new(title: &'static str, cpu_s: [f64; 2], run: fn(L, u64) -> io::Result<Part>) -> PartRun<L> {
+        PartRun { title, cpu_s, run }
+    }
+}
+
 /// Number of threads: one for each CPU that the process may use.
 pub(crate) fn threads() -> usize {
     thread::available_parallelism().map_or(1, std::num::NonZero::get)

@@ -16,7 +16,7 @@ mod rig;
 
 use std::io;
 
-use crate::study::parts::{Part, PartRun, PartsReport, run_parts, threads};
+use crate::study::parts::{PartRun, PartsReport, run_parts, threads};
 
 /// How much is run.
 #[derive(Clone, Copy, Debug)]
@@ -35,30 +35,22 @@ impl TimesliceLength {
 
 /// Every part, in the order of the report.
 const PARTS: [PartRun<TimesliceLength>; 15] = [
-    part("the disk's calibration", [4.0, 0.5], parallel::calibration),
-    part("two files read in parallel", [2.0, 0.3], parallel::readers),
-    part("two files copied in parallel", [3.0, 0.3], parallel::copies),
-    part("1 to 16 jobs on a disk", [2.0, 0.2], jobs::disk),
-    part("16 jobs on flash", [10.0, 1.2], jobs::flash),
-    part("one beside two streams on flash", [20.0, 0.4], beside::flash),
-    part("one beside two copies on flash", [10.0, 0.4], beside::flash_writes),
-    part("one beside two streams on a disk", [1.0, 0.1], beside::disk),
-    part("one beside two copies on a disk", [1.0, 0.1], beside::disk_writes),
-    part("a noisy neighbour on a path that reads", [38.0, 2.0], neighbour::path_reads),
-    part("a noisy neighbour on a path that writes", [12.0, 0.4], neighbour::path_writes),
-    part("a noisy neighbour on flash that reads", [130.0, 10.0], neighbour::flash_reads),
-    part("a noisy neighbour on flash that reads much at a time", [12.0, 1.5], neighbour::flash_large_reads),
-    part("a noisy neighbour on flash that writes", [12.0, 2.0], neighbour::flash_writes),
-    part("drawn loads on all devices", [14.0, 6.0], drawn::part),
+    PartRun::new("the disk's calibration", [4.0, 0.5], parallel::calibration),
+    PartRun::new("two files read in parallel", [2.0, 0.3], parallel::readers),
+    PartRun::new("two files copied in parallel", [3.0, 0.3], parallel::copies),
+    PartRun::new("1 to 16 jobs on a disk", [2.0, 0.2], jobs::disk),
+    PartRun::new("16 jobs on flash", [10.0, 1.2], jobs::flash),
+    PartRun::new("one beside two streams on flash", [20.0, 0.4], beside::flash),
+    PartRun::new("one beside two copies on flash", [10.0, 0.4], beside::flash_writes),
+    PartRun::new("one beside two streams on a disk", [1.0, 0.1], beside::disk),
+    PartRun::new("one beside two copies on a disk", [1.0, 0.1], beside::disk_writes),
+    PartRun::new("a noisy neighbour on a path that reads", [38.0, 2.0], neighbour::path_reads),
+    PartRun::new("a noisy neighbour on a path that writes", [12.0, 0.4], neighbour::path_writes),
+    PartRun::new("a noisy neighbour on flash that reads", [130.0, 10.0], neighbour::flash_reads),
+    PartRun::new("a noisy neighbour on flash that reads much at a time", [12.0, 1.5], neighbour::flash_large_reads),
+    PartRun::new("a noisy neighbour on flash that writes", [12.0, 2.0], neighbour::flash_writes),
+    PartRun::new("drawn loads on all devices", [14.0, 6.0], drawn::part),
 ];
-
-const fn part(
-    title: &'static str,
-    cpu_s: [f64; 2],
-    run: fn(TimesliceLength, u64) -> io::Result<Part>,
-) -> PartRun<TimesliceLength> {
-    PartRun { title, cpu_s, run }
-}
 
 /// Runs all parts.
 ///
