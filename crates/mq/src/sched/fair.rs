@@ -31,7 +31,7 @@ mod shared;
 mod tenure;
 mod turn;
 
-use self::device::DeviceEstimate;
+use self::device::{DeviceEstimate, DeviceRead};
 use self::history::StreamHistory;
 use self::line::{MemberQueue, MemberShare};
 use self::room::Room;
@@ -601,9 +601,11 @@ impl Scheduler for Fair {
         }
         self.depth.ended(cost(bio), now_ns);
         if self.config.device == FairDevice::Measured {
+            let (company, in_a_row) = (self.depth.has_company(), !mixes);
+            let Bio { sector, sectors, .. } = *bio;
             if bio.op != Op::Read {
                 self.device.disturb();
-            } else if self.device.read(bio.sector, bio.sectors, start_ns, now_ns, self.depth.has_company()) {
+            } else if self.device.read(DeviceRead { sector, sectors, start_ns, now_ns, company, in_a_row }) {
                 self.change_kind(now_ns);
             }
         }

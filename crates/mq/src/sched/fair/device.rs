@@ -6,6 +6,10 @@
 //! of the same size or less shows none. Writes are ignored, since a cache accepts them at any position. So is a read
 //! that ends after one, or beside other queues: it may have waited for those.
 //!
+//! A disk reads ahead: a stream in a row that comes back finds its next reads in the disk's cache, and only then does
+//! the arm move. So a quick far read of such a stream shows no seeks only once the stream has gone on as quickly for
+//! more than a disk reads ahead.
+//!
 //! A single read may have waited for another cause: garbage collection of flash, or a disk's destaging. So near reads
 //! count with about the time of the quicker ones, and of the far ones six of eight must agree.
 
@@ -23,6 +27,8 @@ const AGREE_MIN: u32 = 6;
 const SEEK_NS: u64 = 2_000_000;
 /// Upper bound for a device without seeks.
 const NO_SEEK_NS: u64 = 500_000;
+/// More than a disk reads ahead for a stream, sectors: 4 MiB.
+const READ_AHEAD_SECTORS: u32 = 8192;
 
 /// Time of the quicker reads of a class.
 #[derive(Clone, Copy, Debug, Default)]
@@ -49,6 +55,20 @@ impl Quick {
     }
 }
 
+/// A read that has ended.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct DeviceRead {
+    pub(super) sector: u64,
+    pub(super) sectors: u32,
+    /// When the device got it, and when it ended.
+    pub(super) start_ns: u64,
+    pub(super) now_ns: u64,
+    /// Whether other queues used the device at the time.
+    pub(super) company: bool,
+    /// Whether its stream reads in a row.
+    pub(super) in_a_row: bool,
+}
+
 /// See the head of the module.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct DeviceEstimate {
@@ -56,6 +76,8 @@ pub(super) struct DeviceEstimate {
     near: [Quick; SIZES.len() + 1],
     /// A bit for each of the last comparable far reads: whether it contradicts the estimate.
     wrong: [u8; SIZES.len() + 1],
+    /// Sectors that a stream in a row has read quickly since a far read; zero if there is none to judge.
+    row_sectors: u32,
     /// When and behind which sector the last one ended; the end of time if it says nothing about the next one.
     last_ns: u64,
     last_end: u64,
@@ -65,7 +87,7 @@ impl DeviceEstimate {
     /// For a device reported with or without seeks.
     pub(super) fn new(seeks: bool) -> DeviceEstimate {
         let near = [Quick::default(); SIZES.len() + 1];
-        DeviceEstimate { seeks, near, wrong: [0; SIZES.len() + 1], last_ns: u64::MAX, last_end: 0 }
+        DeviceEstimate { seeks, near, wrong: [0; SIZES.len() + 1], row_sectors: 0, last_ns: u64::MAX, last_end: 0 }
     }
 
     /// Whether there are seeks, as far as is known.
@@ -80,10 +102,10 @@ impl DeviceEstimate {
         self.last_ns = u64::MAX;
     }
 
-    /// A read that the device had since `start_ns`, in the company of other queues or not, has ended. True if it shows
-    /// that we were wrong.
+    /// A read that the device had since `start_ns` has ended. True if it shows that we were wrong.
     #[inline]
-    pub(super) fn read(&mut self, sector: u64, sectors: u32, start_ns: u64, now_ns: u64, company: bool) -> bool {
+    pub(super) fn read(&mut self, read: DeviceRead) -> bool {
+        let DeviceRead { sector, sectors, start_ns, now_ns, company, in_a_row } = read;
         let took_ns = now_ns.saturating_sub(start_ns.max(self.last_ns));
         let distance = sector.abs_diff(self.last_end);
         (self.last_ns, self.last_end) = (now_ns, sector.saturating_add(u64::from(sectors)));
@@ -97,15 +119,42 @@ impl DeviceEstimate {
         let size = SIZES.iter().take_while(|most| sectors > **most).count();
         if distance <= NEAR_SECTORS {
             self.near[size].add(took_ns);
-            return false;
+            return self.row_sectors > 0 && self.went_on(size, sectors, took_ns);
         }
+        self.row_sectors = 0;
         let says_so = if self.seeks {
-            let mut near = self.near[..=size].iter().filter_map(|quick| quick.get());
-            near.any(|near_ns| took_ns < near_ns + near_ns / 4 + NO_SEEK_NS)
+            self.is_quick(size, took_ns)
         } else {
             let mut near = self.near[size..].iter().filter_map(|quick| quick.get());
             near.any(|near_ns| took_ns > near_ns + near_ns / 2 + SEEK_NS)
         };
+        if self.seeks && says_so && in_a_row {
+            self.row_sectors = sectors;
+            return false;
+        }
+        self.judge(size, says_so)
+    }
+
+    /// Whether a read took no longer than near ones.
+    fn is_quick(&self, size: usize, took_ns: u64) -> bool {
+        let mut near = self.near[..=size].iter().filter_map(|quick| quick.get());
+        near.any(|near_ns| took_ns < near_ns + near_ns / 4 + NO_SEEK_NS)
+    }
+
+    /// A stream in a row has gone on after a quick far read.
+    #[inline(never)]
+    fn went_on(&mut self, size: usize, sectors: u32, took_ns: u64) -> bool {
+        let quick = self.is_quick(size, took_ns);
+        self.row_sectors = self.row_sectors.saturating_add(sectors);
+        if quick && self.row_sectors < READ_AHEAD_SECTORS {
+            return false;
+        }
+        self.row_sectors = 0;
+        self.judge(size, quick)
+    }
+
+    /// Counts a far read that says that we are wrong, or right.
+    fn judge(&mut self, size: usize, says_so: bool) -> bool {
         self.wrong[size] = self.wrong[size] << 1 | u8::from(says_so);
         let wrong = self.wrong[size].count_ones() >= AGREE_MIN;
         if wrong {
@@ -120,6 +169,11 @@ impl DeviceEstimate {
 mod tests {
     use super::*;
 
+    /// A read of a stream that goes anywhere, without company.
+    fn read(device: &mut DeviceEstimate, sector: u64, sectors: u32, start_ns: u64, now_ns: u64) -> bool {
+        device.read(DeviceRead { sector, sectors, start_ns, now_ns, company: false, in_a_row: false })
+    }
+
     /// Runs near and far reads in turn, each as soon as the previous one ends; returns whether the estimate has
     /// changed.
     fn look(seeks: bool, sectors: [u32; 2], near_ns: u64, far_ns: u64) -> bool {
@@ -129,7 +183,7 @@ mod tests {
             sector += [0, 10_000_000][far];
             let start_ns = now_ns;
             now_ns += [near_ns, far_ns][far];
-            if device.read(sector, sectors[far], start_ns, now_ns, false) {
+            if read(&mut device, sector, sectors[far], start_ns, now_ns) {
                 assert_eq!(device.seeks(), !seeks);
                 return true;
             }
@@ -160,7 +214,7 @@ mod tests {
             // One in five waits for 17 ms, wherever it is.
             let start_ns = now_ns;
             now_ns += if at % 5 == 0 { 17_000_000 } else { 60_000 };
-            assert!(!device.read(at / 2 % 2 * 10_000_000 + at * 8, 8, start_ns, now_ns, false), "{at}");
+            assert!(!read(&mut device, at / 2 % 2 * 10_000_000 + at * 8, 8, start_ns, now_ns), "{at}");
         }
     }
 
@@ -175,7 +229,7 @@ mod tests {
             }
             let start_ns = now_ns;
             now_ns += 60_000 + far * 20_000_000;
-            assert!(!device.read(far * 10_000_000 + at * 8, 8, start_ns, now_ns, false), "{at}");
+            assert!(!read(&mut device, far * 10_000_000 + at * 8, 8, start_ns, now_ns), "{at}");
         }
     }
 
@@ -186,7 +240,7 @@ mod tests {
             let far = at / 2 % 2;
             let start_ns = now_ns;
             now_ns += if at % 3 == 0 { 20_000_000 } else { 1_000_000 + far * 8_000_000 };
-            assert!(!device.read(far * 10_000_000 + at * 8, 8, start_ns, now_ns, false), "{at}");
+            assert!(!read(&mut device, far * 10_000_000 + at * 8, 8, start_ns, now_ns), "{at}");
         }
     }
 
@@ -198,5 +252,32 @@ mod tests {
         assert!(look(false, [1024, 8], 5_000_000, 10_000_000));
         // 512 KiB far away at 5 ms beside 4 KiB at 1 ms: that may be its size.
         assert!(!look(false, [8, 1024], 1_000_000, 5_000_000));
+    }
+
+    /// Two streams in a row have turns of 80 reads of 128 KiB; the first reads of each come from the cache, then one
+    /// takes `seek_ns` longer.
+    fn look_at_rows(seek_ns: u64) -> bool {
+        let (mut device, mut now_ns) = (DeviceEstimate::new(true), 0);
+        for at in 0..3200_u64 {
+            let (stream, place) = (at / 80 % 2, at % 80);
+            let sector = stream * 10_000_000 + (at / 160 * 80 + place) * 256;
+            let start_ns = now_ns;
+            now_ns += match place {
+                0..6 => 550_000,
+                6 => 1_200_000 + seek_ns,
+                _ => 1_200_000,
+            };
+            let read = DeviceRead { sector, sectors: 256, start_ns, now_ns, company: false, in_a_row: true };
+            if device.read(read) {
+                return true;
+            }
+        }
+        false
+    }
+
+    #[test]
+    fn reads_from_the_cache_of_a_disk_do_not_hide_its_seeks() {
+        assert!(!look_at_rows(9_000_000));
+        assert!(look_at_rows(0), "a device without seeks is found out by streams in a row, too");
     }
 }
