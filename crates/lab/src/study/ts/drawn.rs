@@ -231,4 +231,22 @@ mod tests {
         let set = measure(DrawnDevice::NewFlash, 9, &mut BTreeMap::new()).unwrap();
         assert!(set.work > FLASH_WORK && set.longest_ms[0] < 100.0, "{set:?}");
     }
+
+    /// The tenure of a queue ends within a turn of every second one of its streams.
+    #[test]
+    fn streams_of_two_queues_on_a_disk_have_equal_shares() {
+        let mut scene = DrawnDevice::Disk.scene(SchedulerConfig::Fair(FairConfig::default()), 2, 1);
+        scene.until_ns = scene.from_ns + 20 * S;
+        let reader = |at: u32| TimesliceJob {
+            queue: at as usize % 2,
+            ..TimesliceJob::in_a_row(at + 1, u64::from(at) * 2 * RANGE_SECTORS, 256, 1)
+        };
+        let done: Vec<_> = tallies(scene, &(0..8).map(reader).collect::<Vec<_>>())
+            .unwrap()
+            .iter()
+            .map(SubmitterTally::ios_per_s)
+            .collect();
+        let mean = done.iter().sum::<f64>() / 8.0;
+        assert!(done.iter().all(|rate| (0.9..1.1).contains(&(rate / mean))), "{done:.0?}");
+    }
 }

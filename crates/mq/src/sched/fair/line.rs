@@ -63,6 +63,9 @@ impl MemberList {
 
     fn push_first(&mut self, streams: &mut Streams<FairStream>, at: u32) {
         streams.get_mut(at).share.next = self.first;
+        if self.first == NONE {
+            self.last = at;
+        }
         self.first = at;
         self.len += 1;
     }
@@ -181,6 +184,13 @@ impl MemberQueue {
         }
         self.count(share, now_ns);
         self.heavy.push(streams, at);
+    }
+
+    /// A member whose turn was cut short goes on with the rest of its credit. It keeps the time of its position.
+    pub(super) fn enter_first(&mut self, streams: &mut Streams<FairStream>, at: u32, since_ns: u64) {
+        self.count(&mut streams.get_mut(at).share, since_ns);
+        self.heavy.push_first(streams, at);
+        self.left += 1;
     }
 
     fn count(&mut self, share: &mut MemberShare, now_ns: u64) {

@@ -4,7 +4,8 @@
 //! seek from another's position. Requests still in flight at its end are waited for and charged to their stream. The
 //! scheduler idles for an owner without bios as long as its history makes a worthwhile return likely. After that the
 //! turn ends, and the owner keeps the rest of its credit for this round. An owner that has used up its credit goes to
-//! the back at once, also while it thinks, so no stream has two turns while another waits for one.
+//! the back at once, also while it thinks, so no stream has two turns while another waits for one. An owner whose turn
+//! is cut short, by another queue or a more urgent bio, stays in front.
 //!
 //! Asynchronous writes save up their shares until they have a whole slice. Each of their turns leaves a disk with a
 //! full write cache and includes its [hold-off](super::hold_off). Time that reads lose to destaging all the same is not
@@ -272,6 +273,11 @@ impl Fair {
         let stream = self.streams.get(turn.who);
         if !is_seek_group && wants_more && stream.sync && stream.history.seeks() {
             return self.stand_in_line(turn.who, now_ns);
+        }
+        let least = self.turns[class].least().max(stream.share.needs);
+        let rest_ns = (turn.slice_ns as i64).saturating_sub_unsigned(used_ns).min(stream.share.credit);
+        if wants_more && turn.bytes < turn.bytes_max && rest_ns >= least {
+            return self.turns[class].enter_first(&mut self.streams, turn.who, turn.since_ns);
         }
         let used_up = stream.sync && stream.share.credit < self.turns[class].least();
         if wants_more || (used_up && self.turns[class].len() < KEPT_MAX) {
