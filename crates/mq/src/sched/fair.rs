@@ -30,6 +30,7 @@ mod room;
 mod shared;
 mod tenure;
 mod turn;
+mod write_cost;
 
 use self::device::{DeviceEstimate, DeviceRead};
 use self::history::StreamHistory;
@@ -261,11 +262,12 @@ impl Fair {
             depth: if config.per_queue { SharedDepth::default() } else { info.depth.clone() }
                 .join(config.in_flight_kib, config.weight),
             shared_until_ns: 0,
-            turns: Priority::ALL.map(|_| MemberQueue::new(turn::least_ns(&config), LATE_NS)),
+            turns: Priority::ALL.map(|_| MemberQueue::new(turn::least_ns(&config), turn::passed_ns(&config))),
             mixes: Priority::ALL.map(|_| MemberQueue::new(1, LATE_NS)),
             seek_groups,
             turn: None,
-            tenure: if config.per_queue { SharedTenure::default() } else { info.tenure.clone() }.join(&config),
+            tenure: if config.per_queue { SharedTenure::default() } else { info.tenure.clone() }
+                .join(&config, info.volatile_cache),
             room: Room::default(),
             batch: Vec::with_capacity(bios_max),
             last: None,
@@ -464,12 +466,13 @@ impl Fair {
         let stream = self.streams.get_mut(at);
         let class = usize::from(stream.class);
         stream.in_flight += 1;
-        stream.position = bio.end();
         if stream.mixes {
             stream.share.credit -= bio.moves_bytes().min(COUNTED_MAX) as i64;
         } else if let Some(turn) = &mut self.turn {
             turn.bytes += bio.moves_bytes();
+            turn.price += write_cost::price(&bio, stream.position);
         }
+        stream.position = bio.end();
         self.waiting[class] -= 1;
         self.out[class] += 1;
         self.depth.took(cost(&bio));

@@ -317,4 +317,18 @@ mod tests {
         let (read, written) = (tallies[0].read_bytes, tallies[0].written_bytes);
         assert!(read > 100 << 20 && read.abs_diff(written) <= DIRTY_BYTES, "{read} {written}");
     }
+
+    #[test]
+    fn a_reader_beside_two_copies_on_a_disk_waits_no_longer_than_a_round() {
+        let scheduler = SchedulerConfig::Fair(FairConfig::default());
+        let length = TimesliceLength::new(false);
+        for seed in 1..=3 {
+            let setting = Setting::Disk { writes: true };
+            let mut rng = Rng::new(seed);
+            let copies = (0..2).map(|number| setting.copy(number, &mut rng)).collect();
+            let got = beside(setting.scene(scheduler, length, seed), true, copies).unwrap();
+            let p99_ns = got.percentiles_ns[1].unwrap();
+            assert!(p99_ns <= u64::from(FairConfig::default().target_ms) * MS, "seed {seed}: {p99_ns}");
+        }
+    }
 }

@@ -249,4 +249,55 @@ mod tests {
         let mean = done.iter().sum::<f64>() / 8.0;
         assert!(done.iter().all(|rate| (0.9..1.1).contains(&(rate / mean))), "{done:.0?}");
     }
+
+    /// One writes 64 KiB anywhere, which fills the cache of a disk in a moment and takes long to destage; the other
+    /// writes in a row.
+    #[test]
+    fn who_writes_into_the_cache_of_a_disk_pays_for_what_the_disk_does() {
+        for queues in [1, 2] {
+            let scene = DrawnDevice::Disk.scene(SchedulerConfig::Fair(FairConfig::default()), queues, 1);
+            let writer = |random, sectors, depth| TimesliceJob {
+                op: Op::Write,
+                random,
+                range_sectors: RANGE_SECTORS,
+                ..TimesliceJob::in_a_row(1, 2 * RANGE_SECTORS, sectors, depth)
+            };
+            let row =
+                TimesliceJob { first: 6 * RANGE_SECTORS, stream: 2, queue: queues - 1, ..writer(false, 2048, 16) };
+            let jobs = [writer(true, 128, 16), row];
+            let alone = |job: TimesliceJob| {
+                let scene = DrawnDevice::Disk.scene(SchedulerConfig::None, 1, 1);
+                tallies(scene, &[TimesliceJob { depth: FULL_DEPTH, queue: 0, ..job }]).unwrap()[0].ios_per_s()
+            };
+            let done = tallies(scene, &jobs).unwrap();
+            let parts: Vec<_> = jobs.iter().zip(&done).map(|(job, tally)| tally.ios_per_s() / alone(*job)).collect();
+            // Shares by time alone were 0.9 and 0.1.
+            assert!(parts.iter().all(|part| (0.35..0.65).contains(part)), "{queues} queues: {parts:.3?}");
+        }
+    }
+
+    #[test]
+    fn random_writers_into_the_cache_of_a_disk_have_their_weights() {
+        for (sectors, depth, queues) in [(8, 4, 1), (8, 64, 2), (128, 4, 2), (128, 64, 1)] {
+            let writer = |stream, queue| TimesliceJob {
+                op: Op::Write,
+                random: true,
+                range_sectors: RANGE_SECTORS,
+                queue,
+                ..TimesliceJob::in_a_row(stream, u64::from(stream) * 2 * RANGE_SECTORS, sectors, depth)
+            };
+            // Of submitters in one queue, or of two queues.
+            let mut config = FairConfig::default();
+            config.weights[0] = (2, 300);
+            let mut scene = DrawnDevice::Disk.scene(SchedulerConfig::Fair(config), queues, 1);
+            if queues > 1 {
+                config = FairConfig { weight: 300, ..FairConfig::default() };
+                scene.queues[1].scheduler = SchedulerConfig::Fair(config);
+            }
+            let done = tallies(scene, &[writer(1, 0), writer(2, queues - 1)]).unwrap();
+            let [one, other] = [0, 1].map(|at| done[at].ios_per_s());
+            let share = one / (one + other) * 4.0;
+            assert!((0.9..1.1).contains(&share), "{sectors} sectors, depth {depth}, {queues} queues: {share:.3}");
+        }
+    }
 }

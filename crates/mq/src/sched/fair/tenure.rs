@@ -19,6 +19,7 @@ use std::sync::{Arc, OnceLock, PoisonError};
 use blkyard_mem::sync::{AtomicU64, Mutex, MutexGuard, Ordering::Relaxed};
 
 use super::hold_off::WriteHoldOff;
+use super::write_cost::WriteCost;
 use super::{FairConfig, WEIGHT, turn};
 
 /// Interval at which the queue that is next asks again.
@@ -58,6 +59,7 @@ struct TenureQueues {
     wanted_ns: Option<u64>,
     /// How long the device is left alone after a turn of writes.
     hold_off: WriteHoldOff,
+    write_cost: WriteCost,
 }
 
 struct TenureMember {
@@ -76,6 +78,8 @@ pub(super) struct Tenure {
     /// Number of the queue, from 1.
     me: u64,
     config: FairConfig,
+    /// The device has a volatile cache of writes: [`WriteCost`].
+    has_cache: bool,
     /// Length of its tenure, and its end; no end before the first completion.
     length_ns: u64,
     until_ns: u64,
@@ -86,7 +90,7 @@ pub(super) struct Tenure {
 
 impl SharedTenure {
     /// Access for one more queue.
-    pub(super) fn join(&self, config: &FairConfig) -> Tenure {
+    pub(super) fn join(&self, config: &FairConfig, has_cache: bool) -> Tenure {
         let table = self.0.get_or_init(|| {
             Arc::new(TenureTable {
                 holder: AtomicU64::new(0),
@@ -98,6 +102,7 @@ impl SharedTenure {
                     length_ns: 0,
                     wanted_ns: None,
                     hold_off: WriteHoldOff::default(),
+                    write_cost: WriteCost::default(),
                 }),
             })
         });
@@ -119,6 +124,7 @@ impl SharedTenure {
             table: Arc::clone(table),
             me: place as u64 + 1,
             config: *config,
+            has_cache,
             length_ns: 0,
             until_ns: 0,
             shared_kept_until_ns: kept_until_ns,
@@ -155,6 +161,14 @@ impl TenureQueues {
         if self.waiting(now_ns).next().is_none() {
             self.wanted_ns = None;
             self.since_ns = self.since_ns.max(now_ns.saturating_sub(self.length_ns));
+        }
+    }
+
+    /// Charges a queue more or less than the time of its tenure.
+    fn correct(&mut self, number: u64, ns: i64) {
+        if let Some(member) = self.member(number) {
+            let own_ns = ns * i64::from(WEIGHT) / i64::from(member.weight.max(1));
+            member.had_ns = member.had_ns.saturating_add_signed(own_ns);
         }
     }
 
@@ -234,9 +248,25 @@ impl Tenure {
         self.table.queues().hold_off.ns()
     }
 
-    /// See [`WriteHoldOff::wrote`].
-    pub(super) fn wrote(&self, now_ns: u64) {
-        self.table.queues().hold_off.wrote(now_ns);
+    /// A turn of writes of this price has ended, with its hold-off. Returns what it, and the queue, is charged, ns.
+    pub(super) fn wrote(&self, price: u64, used_ns: u64, now_ns: u64) -> u64 {
+        let mut queues = self.table.queues();
+        queues.hold_off.wrote(now_ns);
+        if !self.has_cache {
+            return used_ns;
+        }
+        let charged_ns = queues.write_cost.wrote(price, used_ns);
+        queues.correct(self.me, charged_ns as i64 - used_ns as i64);
+        charged_ns
+    }
+
+    /// Reads of a turn have lost this time to earlier writes, which is not charged to the queue.
+    pub(super) fn lost(&self, ns: u64) {
+        if ns > 0 && self.has_cache {
+            let mut queues = self.table.queues();
+            queues.write_cost.lost(ns);
+            queues.correct(self.me, -(ns as i64));
+        }
     }
 
     /// See [`WriteHoldOff::read`].
@@ -328,7 +358,7 @@ mod tests {
     /// TenureQueues of these weights at one device.
     fn queues<const N: usize>(weights: [u16; N]) -> [Tenure; N] {
         let shared = SharedTenure::default();
-        weights.map(|weight| shared.join(&FairConfig { weight, ..FairConfig::default() }))
+        weights.map(|weight| shared.join(&FairConfig { weight, ..FairConfig::default() }, false))
     }
 
     #[test]

@@ -8,8 +8,8 @@
 //! is cut short, by another queue or a more urgent bio, stays in front.
 //!
 //! Asynchronous writes save up their shares until they have a whole slice. Each of their turns leaves a disk with a
-//! full write cache and includes its [hold-off](super::hold_off). Time that reads lose to destaging all the same is not
-//! charged to the readers.
+//! full write cache and includes its [hold-off](super::hold_off). Time that reads lose to destaging all the same is
+//! charged to the writers, together with that of their turns, [by price](super::write_cost).
 //!
 //! Of several returning streams, such as those that wait for [room](super::room) in one page cache, the least served
 //! one is next, with no more than its part of the credit. The random streams come first: each of their streams waits
@@ -57,6 +57,8 @@ pub(super) struct ActiveTurn {
     /// Bytes dispatched in the turn, and their limit.
     pub(super) bytes: u64,
     bytes_max: u64,
+    /// [Price](super::write_cost) of the writes in the turn, bytes.
+    pub(super) price: u64,
     /// Whether no other stream waited when it began.
     alone: bool,
     /// Time that its reads lost to earlier writes.
@@ -69,6 +71,12 @@ pub(super) struct ActiveTurn {
 /// The credit it takes to have a turn, nanoseconds.
 pub(super) fn least_ns(config: &FairConfig) -> i64 {
     TURN_MIN_NS.min(u64::from(config.slice_ms.max(1)) * 500_000) as i64
+}
+
+/// How long a member that has used up its share waits while returning ones go first, ns: one more turn, with the seek
+/// to it and the requests that are waited for at its end, is over within the length of a round.
+pub(super) fn passed_ns(config: &FairConfig) -> u64 {
+    (u64::from(config.target_ms) * 1_000_000).saturating_sub(u64::from(config.slice_ms) * 1_500_000)
 }
 
 /// Share of this weight in a round, ns, where all have so much.
@@ -235,6 +243,7 @@ impl Fair {
                 closing: false,
                 bytes: 0,
                 bytes_max,
+                price: 0,
                 alone,
                 lost_ns: 0,
                 ended_ns: now_ns,
@@ -253,12 +262,17 @@ impl Fair {
         // After the loss of the device it was others' time.
         let end_ns = if self.tenure.holds() { now_ns } else { turn.ended_ns };
         let used_ns = turn.began_ns.map_or(0, |began_ns| end_ns.saturating_sub(began_ns));
-        let used_ns = used_ns.saturating_sub(turn.lost_ns);
+        let sync = self.streams.get(turn.who).sync;
+        let charged_ns = if sync {
+            self.tenure.lost(turn.lost_ns);
+            used_ns.saturating_sub(turn.lost_ns)
+        } else {
+            self.tenure.wrote(turn.price, used_ns, now_ns)
+        };
         let is_seek_group = turn.who == self.seek_groups[class];
-        let FairStream { share, sync, .. } = self.streams.get_mut(turn.who);
-        share.credit -= used_ns as i64;
-        if !*sync {
-            self.tenure.wrote(now_ns);
+        let FairStream { share, .. } = self.streams.get_mut(turn.who);
+        share.credit = share.credit.saturating_sub_unsigned(charged_ns);
+        if !sync {
             self.room.wrote(turn.bytes, turn.alone);
         } else if is_seek_group {
             self.room.seek_group_served();
