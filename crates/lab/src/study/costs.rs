@@ -17,6 +17,16 @@ impl Curve {
         Curve(BATCHES.map(|n| n as f64 * ns))
     }
 
+    /// Continues the line through the last two of the first `known` points, where there are more batches.
+    pub(crate) fn extend(&mut self, known: usize) {
+        let (Some(last), Some(from)) = (known.checked_sub(1), known.checked_sub(2)) else { return };
+        let slope = (self.0[last] - self.0[from]) / (BATCHES[last] - BATCHES[from]) as f64;
+        let start = self.0[last];
+        for (ns, batch) in self.0.iter_mut().zip(BATCHES).skip(known) {
+            *ns = start + slope.max(0.0) * (batch - BATCHES[last]) as f64;
+        }
+    }
+
     /// For a batch of `n`.
     pub(crate) fn at(&self, n: usize) -> f64 {
         let above = BATCHES.partition_point(|size| *size < n).clamp(1, BATCHES.len() - 1);
@@ -136,6 +146,13 @@ mod tests {
             assert!((curve.at(n) - want).abs() < 1e-9, "{n}: {}", curve.at(n));
         }
         assert!((Curve::each(3.0).at(2048) - 6144.0).abs() < 1e-9);
+    }
+
+    #[test]
+    fn a_curve_with_few_measured_batches_goes_on_in_a_line() {
+        let mut curve = Curve(BATCHES.map(|n| if n <= 4 { 10.0 + 3.0 * n as f64 } else { f64::NAN }));
+        curve.extend(4);
+        assert_eq!(curve.0.map(|ns| ns as usize), BATCHES.map(|n| 10 + 3 * n));
     }
 
     #[test]

@@ -24,22 +24,22 @@ use blkyard_mq::{Bio, Segment};
 use blkyard_nvme::{Psdt, Sqe, io};
 use blkyard_os::{now_ns, thread_cpu_ns};
 use blkyard_sim::{DeviceModel, Rng};
-use serde::Serialize;
 
 use super::bio::{BioEnd, BioQueue, Helper};
 use super::costs::{BATCHES, Curve, ModeCosts, StepCosts};
 use super::end::{JobEnd, fill};
-use super::instructions::{SectionCount, SectionList};
+use super::instructions::SectionList;
 use super::job_flags::{JobFlag, cookie, deliver, slot_of};
 use super::mq::MqEnd;
 use super::pairs::{StudyController, StudyQueuePair, queue_pair};
 use super::single::{Single, SingleEnd};
+use super::step_instructions::COUNTED_BATCHES;
 use super::world::RecordedSignal;
 use crate::floor::windows::Samples;
 
-/// I/Os of one phase.
+/// I/Os of one phase, where the queue has ids for two phases.
 const BURST: usize = 128;
-/// Bios out while there is an id for each: two bursts, so that a phase never runs dry.
+/// Bios out while there is an id for each, unless the queue has fewer ids: two bursts, so that no phase runs dry.
 const WITHIN: usize = 256;
 /// Length of one window.
 const WINDOW_NS: u64 = 200_000;
@@ -66,8 +66,9 @@ pub(crate) fn modes(model: DeviceModel, beyond: usize, windows: usize) -> Measur
     let mut samples: [[MeasuredWindows; BATCHES.len()]; RIGS.len()] = Default::default();
     let mut mail = WokenJobs::new();
     let mut mail_ns = Samples::default();
+    let measured = BATCHES.partition_point(|batch| *batch <= burst(model.commands_max()));
     for window in 0..WARM_UP + windows {
-        for (place, batch) in BATCHES.into_iter().enumerate() {
+        for (place, batch) in BATCHES.into_iter().enumerate().take(measured) {
             for (rig, samples) in rigs.iter_mut().zip(&mut samples) {
                 let phases = rig.window(batch);
                 if window >= WARM_UP {
@@ -79,7 +80,7 @@ pub(crate) fn modes(model: DeviceModel, beyond: usize, windows: usize) -> Measur
             mail_ns.push(mail.window());
         }
     }
-    let [bio, bio_beyond, single, single_beyond, mq, mq_beyond] = samples.map(|samples| steps(&samples));
+    let [bio, bio_beyond, single, single_beyond, mq, mq_beyond] = samples.map(|samples| steps(&samples[..measured]));
     let each = |steps: StepCosts| Curve::each(steps.submit.0[1]);
     // Every bio goes by itself, and those beyond the ids go to the list.
     let bio = StepCosts { submit: each(bio), ..bio };
@@ -96,34 +97,39 @@ pub(crate) fn modes(model: DeviceModel, beyond: usize, windows: usize) -> Measur
 }
 
 /// The modes' names, within their ids and beyond, in the order of [`rigs`].
-const RIGS: [(&str, bool); 6] =
+pub(super) const RIGS: [(&str, bool); 6] =
     [("bio", true), ("bio", false), ("single", true), ("single", false), ("mq", true), ("mq", false)];
-/// Batches whose instructions are counted.
-pub(crate) const COUNTED_BATCHES: [usize; 3] = [1, 16, 128];
+
+/// I/Os of one phase in a queue of this many ids: a power of two, which all smaller batches divide, and at most half of
+/// the ids.
+fn burst(ids: usize) -> usize {
+    1 << (ids / 2).clamp(1, BURST).ilog2()
+}
 
 fn rigs(model: DeviceModel, beyond: usize) -> [Box<dyn Windowed>; RIGS.len()] {
     let ids = model.commands_max();
     [
-        Box::new(bio_rig(model, ids, WITHIN)),
+        Box::new(bio_rig(model, ids, WITHIN.min(ids))),
         Box::new(bio_rig(model, ids, beyond)),
-        Box::new(single_rig(model, ids, WITHIN)),
+        Box::new(single_rig(model, ids, WITHIN.min(ids))),
         Box::new(single_rig(model, ids, beyond)),
-        Box::new(mq_rig(model, ids, WITHIN)),
+        Box::new(mq_rig(model, ids, WITHIN.min(ids))),
         Box::new(mq_rig(model, ids, beyond)),
     ]
 }
 
 /// Executes each phase of each mode once, to have its instructions counted.
 pub(crate) fn sections(model: DeviceModel, beyond: usize, list: &mut SectionList) {
+    let burst = burst(model.commands_max());
     for (rig, (mode, within)) in rigs(model, beyond).iter_mut().zip(RIGS) {
-        for batch in COUNTED_BATCHES {
+        for batch in COUNTED_BATCHES.into_iter().filter(|batch| *batch <= burst) {
             (0..WARM_UP).for_each(|_| {
                 rig.round(batch, &mut run_uncounted);
             });
             let mut phases = PHASES.into_iter();
             rig.round(batch, &mut |work| {
                 let phase = phases.next().unwrap_or_default();
-                list.run(&format!("{mode} {within} {batch} {phase}"), BURST as u64, work);
+                list.run(&format!("{mode} {within} {batch} {phase}"), burst as u64, work);
                 0
             });
         }
@@ -143,49 +149,8 @@ pub(crate) fn timed(work: &mut dyn FnMut()) -> u64 {
     now_ns() - start_ns
 }
 
-/// Instructions of one mode's steps for each I/O, in batches of one size.
-#[derive(Clone, Debug, Serialize)]
-pub(crate) struct StepInstruction {
-    pub(crate) mode: &'static str,
-    /// Whether there is an id for every bio.
-    pub(crate) within: bool,
-    pub(crate) batch: usize,
-    pub(crate) collect: f64,
-    pub(crate) submit: f64,
-    /// The helper's service, where the mode has one.
-    pub(crate) pass: Option<f64>,
-}
-
-/// Of all modes.
-#[derive(Clone, Debug, Serialize)]
-pub(crate) struct StepInstructions(pub(crate) Vec<StepInstruction>);
-
-impl StepInstructions {
-    pub(crate) fn new(sections: &[SectionCount]) -> StepInstructions {
-        let steps = RIGS.into_iter().flat_map(|(mode, within)| {
-            COUNTED_BATCHES.map(|batch| {
-                let of = |phase: &str| {
-                    let label = format!("{mode} {within} {batch} {phase}");
-                    sections.iter().find(|section| section.label == label).map(SectionCount::per_io)
-                };
-                let [posts, reaps, turns, passes] = PHASES.map(of);
-                let less = |more: Option<f64>, less: Option<f64>| Some(more? - less?);
-                StepInstruction {
-                    mode,
-                    within,
-                    batch,
-                    collect: less(reaps, posts).unwrap_or(f64::NAN),
-                    submit: less(turns, reaps).unwrap_or(f64::NAN),
-                    pass: less(passes, reaps),
-                }
-            })
-        });
-        StepInstructions(steps.collect())
-    }
-}
-
 /// The phases of a round, in order.
-const PHASES: [&str; 4] = ["posts", "reaps", "turns", "passes"];
+pub(super) const PHASES: [&str; 4] = ["posts", "reaps", "turns", "passes"];
 
 /// Executes a phase and returns its time in nanoseconds, if it is measured.
 pub(crate) type RunPhase<'a> = &'a mut dyn FnMut(&mut dyn FnMut()) -> u64;
@@ -217,13 +182,17 @@ impl MeasuredWindows {
     }
 }
 
-fn steps(windows: &[MeasuredWindows; BATCHES.len()]) -> StepCosts {
+/// Costs by batch, from the windows of the batches that were measured: the first ones.
+fn steps(windows: &[MeasuredWindows]) -> StepCosts {
     let mut costs = StepCosts::default();
     for (place, MeasuredWindows { posts, reaps, turns, passes }) in windows.iter().enumerate() {
         let [posts, reaps, turns, passes] = [posts, reaps, turns, passes].map(Samples::cost);
         costs.collect.0[place] = (reaps - posts).max(0.0);
         costs.submit.0[place] = (turns - reaps).max(0.0);
         costs.pass.0[place] = (passes - reaps).max(0.0);
+    }
+    for curve in [&mut costs.collect, &mut costs.submit, &mut costs.pass] {
+        curve.extend(windows.len());
     }
     costs
 }
@@ -240,6 +209,8 @@ trait Windowed {
 /// A mode with the device's other end, and bios out.
 struct ModeRig<M: JobEnd> {
     end: M,
+    /// I/Os of one phase.
+    burst: usize,
     controller: StudyController,
     /// For the device's part alone.
     idle: IdlePair,
@@ -323,6 +294,7 @@ impl<M: JobEnd> ModeRig<M> {
         };
         let mut rig = ModeRig {
             end,
+            burst: burst(model.commands_max()),
             controller,
             idle: IdlePair::new(model),
             tokens: VecDeque::with_capacity(model.ring_entries),
@@ -340,7 +312,7 @@ impl<M: JobEnd> ModeRig<M> {
     /// once.
     fn settle(&mut self) {
         while !self.free.is_empty() {
-            self.submit(BURST);
+            self.submit(self.burst);
             self.fetch();
         }
         if let Some(helper) = &mut self.helper {
@@ -394,14 +366,14 @@ impl<M: JobEnd> ModeRig<M> {
 
 impl<M: JobEnd> Windowed for ModeRig<M> {
     fn window(&mut self, batch: usize) -> Phases {
-        let steps = BURST / batch.max(1);
+        let steps = self.burst / batch.max(1);
         let (rounds, sums) = whole_window(|| self.round(batch, &mut timed));
         let [posts, reaps, turns, passes] = sums.map(|sum| sum as f64 / (rounds * steps) as f64);
         Phases { posts, reaps, turns, passes }
     }
 
     fn round(&mut self, batch: usize, run: RunPhase<'_>) -> [u64; 4] {
-        let steps = BURST / batch.max(1);
+        let steps = self.burst / batch.max(1);
         self.idle.fill(steps * batch);
         let posts = self.phase(run, steps, |rig| rig.idle.post(batch));
         self.idle.drain();
@@ -505,5 +477,44 @@ impl<M: JobEnd> Drop for ModeRig<M> {
             // An empty batch; it submits the bios waiting in the queue.
             self.end.submit(&mut self.batch, self.now_ns);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rounds<M: JobEnd>(mut rig: ModeRig<M>, in_flight: usize) {
+        let burst = rig.burst;
+        for batch in BATCHES.into_iter().filter(|batch| *batch <= burst) {
+            rig.round(batch, &mut run_uncounted);
+            assert_eq!(rig.tokens.len(), in_flight, "commands at the device after batches of {batch}");
+        }
+    }
+
+    #[test]
+    fn every_bio_has_an_id_within_and_every_id_a_bio_beyond() {
+        for ids in [1, 2, 3, 7, 63, 127, 255, 300, 1023] {
+            let model = DeviceModel { ring_entries: ids + 1, ..DeviceModel::NVME_2013 };
+            for bios in [WITHIN.min(ids), 2 * ids] {
+                rounds(bio_rig(model, ids, bios), bios.min(ids));
+                rounds(single_rig(model, ids, bios), bios.min(ids));
+                rounds(mq_rig(model, ids, bios), bios.min(ids));
+            }
+        }
+    }
+
+    #[test]
+    fn a_phase_uses_at_most_half_of_the_ids() {
+        assert_eq!([1, 2, 3, 7, 63, 255, 256, 1023].map(burst), [1, 1, 1, 2, 16, 64, 128, 128]);
+    }
+
+    #[test]
+    fn a_small_ring_has_a_cost_for_every_batch() {
+        let model = DeviceModel { ring_entries: 16, ..DeviceModel::NVME_2013 };
+        let MeasuredModes { bio, single, mq, mail_ns } = modes(model, 64, 2);
+        let curves = [bio, single, mq].map(|mode| [mode.within.collect, mode.within.submit, mode.beyond.collect]);
+        assert!(curves.as_flattened().iter().all(|curve| curve.0.iter().all(|ns| ns.is_finite())), "{curves:?}");
+        assert!(mq.within.submit.0[BATCHES.len() - 1] > 0.0 && mail_ns.is_finite());
     }
 }

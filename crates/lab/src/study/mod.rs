@@ -34,6 +34,7 @@ mod post;
 mod premapped;
 mod report;
 mod single;
+mod step_instructions;
 mod svg;
 mod ts;
 mod vq;
@@ -52,8 +53,8 @@ use costs::Costs;
 use goals::GoalVerdict;
 use grid::GridLength;
 use instructions::SectionList;
-use measure::StepInstructions;
 use report::StudyReport;
+use step_instructions::StepInstructions;
 
 use crate::Console;
 use crate::floor::cpus;

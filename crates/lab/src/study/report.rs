@@ -8,9 +8,9 @@ use serde::Serialize;
 use super::costs::{BATCHES, Costs, ModeCosts};
 use super::goals::{Goal, GoalVerdict, PostClaim, claims, goals};
 use super::grid::{GridLength, GridRow, Ratios, TICK_NS};
-use super::measure::{COUNTED_BATCHES, StepInstruction, StepInstructions};
 use super::meter::StudyResult;
 use super::post::PostCell;
+use super::step_instructions::{COUNTED_BATCHES, StepInstruction, StepInstructions};
 use super::world::CPUS;
 use crate::bench::count;
 
@@ -140,7 +140,7 @@ impl StudyReport {
             "instructions of the steps for each I/O, counted by valgrind; independent of other load\n  {:34}{:>8}{:>8}{:>8}",
             "in batches of", COUNTED_BATCHES[0], COUNTED_BATCHES[1], COUNTED_BATCHES[2]
         );
-        for steps in counted.chunks(COUNTED_BATCHES.len()) {
+        for steps in counted.chunk_by(|one, next| (one.mode, one.within) == (next.mode, next.within)) {
             let StepInstruction { mode, within, .. } = steps[0];
             let ids = if within { "" } else { ", fewer ids than bios" };
             let mut line = |what: &str, value: fn(&StepInstruction) -> Option<f64>| {
