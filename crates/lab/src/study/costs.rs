@@ -1,5 +1,7 @@
 //! Measured costs of a mode's steps on this machine, as data, and the charge of a step. Measures nothing itself.
 
+use std::array;
+
 use serde::Serialize;
 
 use super::end::Moved;
@@ -83,8 +85,58 @@ pub(crate) struct Costs {
     pub(crate) ring: CallCost,
     /// Extra cost of a lock and its data if the last holder was on another CPU. Unknown, and not charged, with one CPU.
     pub(crate) hand_over_ns: Option<f64>,
-    /// Windows that each figure is the 10th percentile of.
+    /// Windows that each figure is the 10th percentile of, in each of several measurements.
     pub(crate) windows: usize,
+}
+
+/// The middle one; of an even number the mean of both.
+fn median(values: impl Iterator<Item = f64>) -> f64 {
+    let mut sorted: Vec<_> = values.collect();
+    sorted.sort_by(f64::total_cmp);
+    let (Some(low), Some(high)) = (sorted.get(sorted.len().saturating_sub(1) / 2), sorted.get(sorted.len() / 2)) else {
+        return 0.0;
+    };
+    f64::midpoint(*low, *high)
+}
+
+impl StepCosts {
+    fn median(steps: &[StepCosts]) -> StepCosts {
+        let curve = |of: fn(&StepCosts) -> &Curve| {
+            Curve(array::from_fn(|place| median(steps.iter().map(|steps| of(steps).0[place]))))
+        };
+        StepCosts {
+            collect: curve(|steps| &steps.collect),
+            submit: curve(|steps| &steps.submit),
+            list: curve(|steps| &steps.list),
+            pass: curve(|steps| &steps.pass),
+        }
+    }
+}
+
+impl Costs {
+    /// The median of several measurements, figure by figure.
+    pub(crate) fn median(measured: &[Costs]) -> Costs {
+        let steps = |of: &dyn Fn(&Costs) -> StepCosts| StepCosts::median(&measured.iter().map(of).collect::<Vec<_>>());
+        let mode = |of: fn(&Costs) -> &ModeCosts| ModeCosts {
+            within: steps(&|costs| of(costs).within),
+            beyond: steps(&|costs| of(costs).beyond),
+        };
+        let call = |of: fn(&Costs) -> &CallCost| CallCost {
+            user_ns: median(measured.iter().map(|costs| of(costs).user_ns)),
+            system_ns: median(measured.iter().map(|costs| of(costs).system_ns)),
+        };
+        let is_known = measured.iter().any(|costs| costs.hand_over_ns.is_some());
+        Costs {
+            bio: mode(|costs| &costs.bio),
+            single: mode(|costs| &costs.single),
+            mq: mode(|costs| &costs.mq),
+            mail_ns: median(measured.iter().map(|costs| costs.mail_ns)),
+            sleep: call(|costs| &costs.sleep),
+            ring: call(|costs| &costs.ring),
+            hand_over_ns: is_known.then(|| median(measured.iter().filter_map(|costs| costs.hand_over_ns))),
+            windows: measured.first().map_or(0, |costs| costs.windows),
+        }
+    }
 }
 
 /// A step of a task's loop.
@@ -153,6 +205,18 @@ mod tests {
         let mut curve = Curve(BATCHES.map(|n| if n <= 4 { 10.0 + 3.0 * n as f64 } else { f64::NAN }));
         curve.extend(4);
         assert_eq!(curve.0.map(|ns| ns as usize), BATCHES.map(|n| 10 + 3 * n));
+    }
+
+    #[test]
+    fn measurements_have_a_median_figure_by_figure() {
+        let [mut low, middle, mut high] = [(); 3].map(|()| Costs::example());
+        (low.mail_ns, high.mail_ns) = (0.0, 1e9);
+        (low.mq.beyond.submit.0[3], high.mq.beyond.submit.0[3]) = (1e9, 0.0);
+        high.hand_over_ns = None;
+        let found = Costs::median(&[low, middle.clone(), high]);
+        assert!((found.mail_ns - 40.0).abs() < 1e-9);
+        assert_eq!(found.mq.beyond.submit, middle.mq.beyond.submit);
+        assert_eq!((found.sleep, found.hand_over_ns), (middle.sleep, Some(100.0)));
     }
 
     #[test]

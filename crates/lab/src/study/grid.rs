@@ -1,6 +1,8 @@
-//! The post's grid, played in every mode.
+//! The post's grid, played in every mode: once for the tables, and several times with single measurements of the steps,
+//! which show the noise.
 
 use std::sync::Arc;
+use std::thread;
 
 use blkyard_mq::Wake;
 use blkyard_sim::DeviceModel;
@@ -14,6 +16,7 @@ use super::mq::MqEnd;
 use super::pairs::StudyControllers;
 use super::post::{POST, PostRow};
 use super::single::{Single, SingleEnd};
+use super::unfair::{UnfairEnd, UnfairQueue};
 use super::world::{Cast, RecordedSignal, Scene, StudyWorld};
 
 /// Period of the helper's tick. Fitted: in 7 of the post's 16 rows the longest latency of the bio driver lies between
@@ -21,12 +24,19 @@ use super::world::{Cast, RecordedSignal, Scene, StudyWorld};
 pub(crate) const TICK_NS: u64 = 2_100_000;
 
 /// How long each point is played.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct GridLength {
     /// I/Os at least.
     pub(crate) ios: u64,
     /// Least number of times that every slot is used.
     pub(crate) rounds: u64,
+}
+
+impl GridLength {
+    /// Length of a repeated run: what varies there is the costs.
+    pub(crate) fn of_a_repeat(self) -> GridLength {
+        GridLength { ios: self.ios / 4, rounds: self.rounds.min(8) }
+    }
 }
 
 /// One point of the grid.
@@ -39,6 +49,10 @@ pub(crate) struct GridRow {
     pub(crate) bio_untimed: StudyResult,
     pub(crate) single: StudyResult,
     pub(crate) mq: StudyResult,
+    /// `bio` with one queue, and so one lock, for all jobs; in rows of several jobs.
+    pub(crate) bio_one_lock: Option<StudyResult>,
+    /// Tags shared by all jobs and passed on at random; where the jobs' bios are twice the ids or more.
+    pub(crate) unfair: Option<StudyResult>,
 }
 
 /// One figure of mq over the same of bio.
@@ -54,6 +68,14 @@ impl GridRow {
     /// Ratios of this run.
     pub(crate) fn ratios(&self) -> Ratios {
         Ratios::of(&self.mq, &self.bio)
+    }
+
+    /// The result in one line.
+    pub(crate) fn summary(&self) -> String {
+        let Ratios { iops, cpu, .. } = self.ratios();
+        let Ratios { iops: post_iops, cpu: post_cpu, .. } = self.post_ratios();
+        let PostRow { jobs, depth, .. } = self.post;
+        format!("{jobs} x {depth}: mq/bio IOPS {iops:.3} (post {post_iops:.3}), CPU {cpu:.2} (post {post_cpu:.2})")
     }
 
     /// Ratios of the post.
@@ -79,26 +101,41 @@ impl Ratios {
     }
 }
 
-/// Plays every point in every mode. `progress` hears of each point as it begins.
+/// Plays every point in every mode. `done` receives each point when it ends.
 pub(crate) fn play(
     model: DeviceModel,
     costs: &Costs,
     length: GridLength,
     seed: u64,
-    progress: impl Fn(usize),
+    done: impl Fn(&GridRow),
 ) -> Vec<GridRow> {
-    let point = |(number, post): (usize, &PostRow)| {
-        progress(number);
+    let point = |post: &PostRow| {
         let point = GridPoint { model, costs, length, seed, jobs: post.jobs, depth: post.depth };
-        GridRow {
+        let row = GridRow {
             post: *post,
             bio: point.bio(Some(TICK_NS)),
             bio_untimed: point.bio(None),
             single: point.single(),
             mq: point.mq(),
-        }
+            bio_one_lock: (post.jobs > 1).then(|| point.bio_one_lock(Some(TICK_NS))),
+            unfair: (post.jobs * post.depth >= 2 * model.commands_max() && post.jobs > 1).then(|| point.unfair()),
+        };
+        done(&row);
+        row
     };
-    POST.iter().enumerate().map(point).collect()
+    POST.iter().map(point).collect()
+}
+
+/// Plays the grid once with each measurement of the costs, each with another seed.
+pub(crate) fn repeat(model: DeviceModel, measured: &[Costs], length: GridLength, seed: u64) -> Vec<Vec<GridRow>> {
+    let length = length.of_a_repeat();
+    let seeds = (1..).map(|number| seed.wrapping_add(number));
+    thread::scope(|scope| {
+        let runs = measured.iter().zip(seeds);
+        let runs: Vec<_> =
+            runs.map(|(costs, seed)| scope.spawn(move || play(model, costs, length, seed, |_| ()))).collect();
+        runs.into_iter().map(|run| run.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+    })
 }
 
 /// One point, with all it takes to play it.
@@ -115,17 +152,27 @@ pub(crate) struct GridPoint<'a> {
 impl GridPoint<'_> {
     /// A queue for each job, all with one helper.
     pub(crate) fn bio(&self, tick_ns: Option<u64>) -> StudyResult {
+        self.bio_on(self.jobs, tick_ns)
+    }
+
+    /// One queue for all jobs: its lock is contended.
+    pub(crate) fn bio_one_lock(&self, tick_ns: Option<u64>) -> StudyResult {
+        self.bio_on(1, tick_ns)
+    }
+
+    fn bio_on(&self, queues: usize, tick_ns: Option<u64>) -> StudyResult {
         let (ids, GridPoint { jobs, depth, .. }) = (self.model.commands_max(), *self);
-        let scene = self.scene(self.steps(&self.costs.bio, depth), tick_ns);
+        let bios = depth * jobs / queues;
+        let scene = self.scene(self.steps(&self.costs.bio, bios), tick_ns);
         let cast = |pairs: &mut StudyControllers, eventfds: &[Arc<RecordedSignal>]| {
             let job_flags = self.job_flags(eventfds);
             let helper: Arc<dyn Wake> = eventfds[jobs].clone();
-            let queues: Vec<_> = (0..jobs)
-                .map(|_| BioQueue::new(pairs.open(depth), ids, depth, Arc::clone(&job_flags), Arc::clone(&helper)))
-                .collect();
+            let open = |_| BioQueue::new(pairs.open(depth), ids, bios, Arc::clone(&job_flags), Arc::clone(&helper));
+            let queues: Vec<_> = (0..queues).map(open).collect();
+            let queue_of: Vec<_> = (0..jobs).map(|job| job % queues.len()).collect();
             Cast {
-                ends: queues.iter().enumerate().map(|(job, queue)| BioEnd::new(queue, job, depth)).collect(),
-                queue_of: (0..jobs).collect(),
+                ends: (0..jobs).map(|job| BioEnd::new(&queues[queue_of[job]], job, bios)).collect(),
+                queue_of,
                 helper: Some(Helper::new(queues, jobs * depth)),
             }
         };
@@ -139,6 +186,18 @@ impl GridPoint<'_> {
         let cast = |pairs: &mut StudyControllers, eventfds: &[Arc<RecordedSignal>]| {
             let queue = Single::new(pairs.open(self.depth), ids, bios, self.job_flags(eventfds));
             let ends = (0..self.jobs).map(|job| SingleEnd::new(&queue, job, bios)).collect();
+            Cast { ends, queue_of: vec![0; self.jobs], helper: None }
+        };
+        StudyWorld::new(scene, cast).run()
+    }
+
+    /// One queue for all jobs, whose tags are passed on at random.
+    pub(crate) fn unfair(&self) -> StudyResult {
+        let (ids, bios) = (self.model.commands_max(), self.jobs * self.depth);
+        let scene = self.scene(self.steps(&self.costs.single, bios), None);
+        let cast = |pairs: &mut StudyControllers, eventfds: &[Arc<RecordedSignal>]| {
+            let queue = UnfairQueue::new(pairs.open(self.depth), ids, bios, self.job_flags(eventfds), self.seed);
+            let ends = (0..self.jobs).map(|job| UnfairEnd::new(&queue, job, bios)).collect();
             Cast { ends, queue_of: vec![0; self.jobs], helper: None }
         };
         StudyWorld::new(scene, cast).run()
@@ -182,9 +241,33 @@ impl GridPoint<'_> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use crate::study::costs::CallCost;
+
+    /// The whole grid, as if each mode reached the post's IOPS of mq, with plausible figures.
+    pub(crate) fn example_rows() -> Vec<GridRow> {
+        let result = |post: &PostRow, user_ns: f64, system_ns: f64, share: f64| StudyResult {
+            iops: post.mq.iops,
+            user_ns,
+            system_ns,
+            min_us: post.mq.mean_us * (1.0 - share),
+            max_us: post.mq.mean_us * (1.0 + share),
+            mean_us: post.mq.mean_us,
+            stdev_us: post.mq.mean_us * share / 10.0,
+            ..StudyResult::default()
+        };
+        let row = |post: &PostRow| GridRow {
+            post: *post,
+            bio: result(post, 100.0, 1900.0, 0.5),
+            bio_untimed: result(post, 100.0, 1900.0, 0.5),
+            single: result(post, 90.0, 640.0, 0.5),
+            mq: result(post, 80.0, 640.0, 0.5),
+            bio_one_lock: (post.jobs > 1).then(|| result(post, 400.0, 1900.0, 0.5)),
+            unfair: (post.jobs * post.depth > 2048).then(|| result(post, 90.0, 640.0, 9.0)),
+        };
+        POST.iter().map(row).collect()
+    }
 
     fn point(costs: &Costs, jobs: usize, depth: usize) -> GridPoint<'_> {
         let length = GridLength { ios: 20_000, rounds: 4 };
@@ -242,6 +325,32 @@ mod tests {
         let ticked = point(&costs, 1, 1).bio(Some(TICK_NS));
         let period_us = 1e6 / (ticked.helper_wakes * ticked.iops);
         assert!((period_us - 2100.0).abs() < 100.0, "{period_us}");
+    }
+
+    #[test]
+    fn one_lock_for_all_jobs_costs_more_than_one_each() {
+        let costs = Costs::example();
+        let point = point(&costs, 4, 16);
+        let (own, shared) = (point.bio(None), point.bio_one_lock(None));
+        assert!(shared.cpu_ns() > own.cpu_ns(), "{shared:?} {own:?}");
+        assert!((shared.iops * shared.mean_us / 1e6 / 64.0 - 1.0).abs() < 0.05, "{shared:?}");
+    }
+
+    #[test]
+    fn tags_passed_on_at_random_have_a_tail_at_the_same_mean() {
+        let costs = Costs::example();
+        let point = point(&costs, 4, 1024);
+        let (fair, unfair) = (point.single(), point.unfair());
+        assert!((unfair.mean_us / fair.mean_us - 1.0).abs() < 0.1, "{unfair:?} {fair:?}");
+        assert!(unfair.stdev_us > 0.5 * unfair.mean_us && unfair.max_us > 5.0 * unfair.mean_us, "{unfair:?}");
+    }
+
+    #[test]
+    fn a_repeat_is_shorter_and_has_every_point() {
+        let (costs, length) = (Costs::example(), GridLength { ios: 400, rounds: 1 });
+        let runs = repeat(DeviceModel::NVME_2013, &[costs.clone(), costs], length, 1);
+        assert_eq!(runs.iter().map(Vec::len).collect::<Vec<_>>(), [POST.len(); 2]);
+        assert_ne!(runs[0][0].mq, runs[1][0].mq, "each has a seed of its own");
     }
 
     #[test]

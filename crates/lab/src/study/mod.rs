@@ -22,11 +22,15 @@ mod end;
 mod folder;
 mod goals;
 mod grid;
+mod grid_claims;
+mod grid_goals;
 mod instructions;
 mod job_flags;
+mod judge;
 mod lp;
 mod measure;
 mod meter;
+mod mode_rig;
 mod mq;
 mod pairs;
 mod parts;
@@ -36,7 +40,9 @@ mod report;
 mod single;
 mod step_instructions;
 mod svg;
+mod tables;
 mod ts;
+mod unfair;
 mod vq;
 mod wakes;
 mod world;
@@ -132,6 +138,9 @@ pub enum StudyError {
 /// Bios out when there are to be fewer ids: the most that a queue has in the grid.
 const BEYOND: usize = 2048;
 
+/// Measurements of the costs, each from a fresh start: their differences are the noise, with that of addresses.
+const MEASUREMENTS: usize = 6;
+
 /// Runs a study and prints its report.
 ///
 /// # Errors
@@ -184,21 +193,26 @@ pub fn run(args: &StudyArgs, console: Console) -> Result<ExitCode, StudyError> {
 
 fn mq_vs_bio(args: &StudyArgs, say: impl Fn(String)) -> Result<StudyReport, StudyError> {
     let model = DeviceModel::NVME_2013;
-    let (windows, length) = if args.quick {
-        (100, GridLength { ios: 30_000, rounds: 8 })
+    let (windows, length, seconds) = if args.quick {
+        (17, GridLength { ios: 30_000, rounds: 8 }, 30)
     } else {
-        (400, GridLength { ios: 200_000, rounds: 25 })
+        (67, GridLength { ios: 200_000, rounds: 25 }, 60)
     };
-    say("measuring the steps of each mode ...".into());
-    let costs = measure(model, windows)?;
+    say(format!("about {seconds} s if the CPUs are idle"));
+    let measured: Vec<_> = (1..=MEASUREMENTS)
+        .map(|number| {
+            say(format!("measuring the steps of each mode, {number} of {MEASUREMENTS} ..."));
+            measure(model, windows)
+        })
+        .collect::<io::Result<_>>()?;
+    let costs = Costs::median(&measured);
     say("counting their instructions ...".into());
     let instructions = instructions::count("mq-vs-bio", args.quick).map(|sections| StepInstructions::new(&sections));
-    let rows = grid::play(model, &costs, length, args.seed, |point| {
-        if point % 4 == 0 {
-            say(format!("virtual time: {point} of {} points ...", post::POST.len()));
-        }
-    });
-    Ok(StudyReport::new(model, &costs, instructions, length, args.seed, rows))
+    say("virtual time: repeats with each measurement ...".into());
+    let repeats = grid::repeat(model, &measured, length, args.seed);
+    say("virtual time: the grid ...".into());
+    let rows = grid::play(model, &costs, length, args.seed, |row| say(row.summary()));
+    Ok(StudyReport::new(model, &costs, instructions, length, args.seed, rows, repeats))
 }
 
 /// Draws and prints the requested parts of a report.

@@ -4,6 +4,10 @@
 //! cores. The post prints the latencies of row 4,1024 (multi-queue) and of both rows 4,2048 in milliseconds; here all
 //! are in microseconds, as Little's law confirms (4096 / 270 K = 15.2 ms).
 
+/// Author, list and month. No address of the post is known.
+pub(crate) const POST_NAME: &str =
+    "M. Bjørling, linux-nvme, October 2013: the NVMe driver on the multi-queue block layer";
+
 /// Result of one driver in one row.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PostCell {
@@ -29,7 +33,17 @@ pub(crate) struct PostRow {
 impl PostCell {
     /// CPU time for one I/O, nanoseconds.
     pub(crate) fn cpu_ns(&self, jobs: usize) -> f64 {
-        (self.user_percent + self.system_percent) / 100.0 * jobs as f64 / self.iops * 1e9
+        self.user_ns(jobs) + self.system_ns(jobs)
+    }
+
+    /// The user's part of it.
+    pub(crate) fn user_ns(&self, jobs: usize) -> f64 {
+        self.user_percent / 100.0 * jobs as f64 / self.iops * 1e9
+    }
+
+    /// The system's part of it.
+    pub(crate) fn system_ns(&self, jobs: usize) -> f64 {
+        self.system_percent / 100.0 * jobs as f64 / self.iops * 1e9
     }
 }
 

@@ -5,20 +5,30 @@ use std::fmt::Write;
 use blkyard_sim::DeviceModel;
 use serde::Serialize;
 
-use super::costs::{BATCHES, Costs, ModeCosts};
-use super::goals::{Goal, GoalVerdict, PostClaim, claims, goals};
+use super::costs::{BATCHES, Costs};
+use super::goals::{Goal, GoalVerdict};
 use super::grid::{GridLength, GridRow, Ratios, TICK_NS};
+use super::grid_claims::{GridClaim, claims};
+use super::grid_goals::goals;
+use super::judge::GridRuns;
 use super::meter::StudyResult;
-use super::post::PostCell;
-use super::step_instructions::{COUNTED_BATCHES, StepInstruction, StepInstructions};
+use super::parts::{figure, wrapped};
+use super::post::{POST_NAME, PostCell};
+use super::step_instructions::StepInstructions;
+use super::tables;
 use super::world::CPUS;
-use crate::bench::count;
 
 /// Parts that are the product's code.
 const REAL: &str =
     "queue core, NVMe driver, rings and doorbells in memory, the controller's fetch, parsing and completion";
 /// Parts that are a model.
 const MODELLED: &str = "service times of the device; CPUs, locks, sleep and wake-up, at costs measured on this machine";
+
+/// Names in the table.
+const MODES: &str = "bio: bios taken by the driver, a lock and ids for each job's queue, a helper for all. no tick: its helper only \
+                     wakes when called. one lock: one queue for all jobs. mq: the core, a queue for each job. single: the core, one \
+                     queue for all. unfair: the same with tags passed on at random. CPU of the post: its percentages of a CPU, for \
+                     each job, over its IOPS.";
 
 /// Everything.
 #[derive(Debug)]
@@ -31,7 +41,9 @@ pub(crate) struct StudyReport {
     pub(crate) seed: u64,
     pub(crate) rows: Vec<GridRow>,
     pub(crate) goals: Vec<Goal>,
-    pub(crate) claims: Vec<PostClaim>,
+    pub(crate) claims: Vec<GridClaim>,
+    /// The grid again, once with each measurement of the costs.
+    pub(crate) repeats: Vec<Vec<GridRow>>,
 }
 
 impl StudyReport {
@@ -42,9 +54,12 @@ impl StudyReport {
         length: GridLength,
         seed: u64,
         rows: Vec<GridRow>,
+        repeats: Vec<Vec<GridRow>>,
     ) -> StudyReport {
-        let (goals, claims) = (goals(&rows), claims(&rows));
-        StudyReport { model, costs: costs.clone(), instructions, length, seed, rows, goals, claims }
+        let runs = GridRuns { main: &rows, repeats: &repeats };
+        let ceiling_iops = 1e9 / model.serial_ns as f64;
+        let (goals, claims) = (goals(runs, ceiling_iops), claims(runs, ceiling_iops));
+        StudyReport { model, costs: costs.clone(), instructions, length, seed, rows, goals, claims, repeats }
     }
 
     /// Verdicts of all goals.
@@ -52,163 +67,78 @@ impl StudyReport {
         self.goals.iter().map(|goal| goal.verdict)
     }
 
-    /// The tables.
+    /// Goals, the post's claims, then the tables.
     pub(crate) fn text(&self) -> String {
         let mut out = String::new();
-        let StudyReport { model, length, seed, .. } = self;
-        let _ = writeln!(
-            out,
-            "study mq-vs-bio: 4 KiB random writes, a queue for each job (single: one for all), {CPUS} CPUs, virtual time\n\
-             device: {:.2} us one by one, then {:.2} us together (stdev {:.2}); rings of {} ({})\n\
-             real: {REAL}\n\
-             model: {MODELLED}\n\
-             length: {} I/Os a point, or each place {} times if that is more; seed {seed}\n",
-            us(model.serial_ns),
-            us(model.parallel_ns),
-            us(model.jitter_ns),
-            model.ring_entries,
-            model.source,
-            length.ios,
-            length.rounds
+        let StudyReport { model, length, seed, repeats, .. } = self;
+        wrapped(
+            &mut out,
+            "",
+            2,
+            &format!(
+                "study mq-vs-bio: 4 KiB random writes on {CPUS} CPUs, one queue for each job, virtual time; seed {seed}"
+            ),
         );
-        self.steps(&mut out);
-        self.instructions(&mut out);
-        self.grid(&mut out);
-        let _ = writeln!(out, "\nclaims of the post");
-        for PostClaim { what, found, reproduced, reason } in &self.claims {
-            let verdict = if *reproduced { "reproduced".into() } else { format!("not reproduced: {reason}") };
-            let _ = writeln!(out, "  {what}: {found}; {verdict}");
-        }
-        let _ = writeln!(out, "\ngoals (against bio with or without its tick, whichever is harder)");
-        for Goal { what, value, limit, at, verdict } in &self.goals {
-            let verdict = verdict.word();
-            let _ = writeln!(out, "  {verdict:6}  {what}: {value:.3} (goal {limit}), the worst at {at}");
-        }
+        wrapped(&mut out, "", 2, &format!("post: {POST_NAME}"));
+        wrapped(&mut out, "real: ", 6, REAL);
+        wrapped(&mut out, "model: ", 7, MODELLED);
+        let [serial_us, parallel_us, jitter_us] = [model.serial_ns, model.parallel_ns, model.jitter_ns].map(us);
+        wrapped(
+            &mut out,
+            "device: ",
+            8,
+            &format!(
+                "{serial_us:.2} us one by one, then {parallel_us:.2} us together (stdev {jitter_us:.2}); rings of {} ({})",
+                model.ring_entries, model.source
+            ),
+        );
+        let GridLength { ios, rounds } = length;
+        let repeated = length.of_a_repeat();
+        wrapped(
+            &mut out,
+            "length: ",
+            8,
+            &format!(
+                "{ios} I/Os a point, or each place {rounds} times if that is more; {} repeats of {} I/Os or {} times, each with a                  measurement of the costs and a seed of its own",
+                repeats.len(),
+                repeated.ios,
+                repeated.rounds
+            ),
+        );
+        self.write_verdicts(&mut out);
+        wrapped(&mut out, "\n", 2, MODES);
+        tables::grid(&mut out, &self.rows);
+        out.push('\n');
+        tables::steps(&mut out, &self.costs, repeats.len());
+        out.push('\n');
+        tables::instructions(&mut out, &self.instructions);
         out
     }
 
-    fn steps(&self, out: &mut String) {
-        let Costs { bio, single, mq, mail_ns, sleep, ring, hand_over_ns, windows } = &self.costs;
-        let _ = writeln!(
-            out,
-            "CPU of the steps, ns for each I/O, measured on this machine: 10th percentile of {windows} windows\n  \
-             {:34}{:>8}{:>8}{:>8}{:>8}{:>8}",
-            "in batches of", 1, 4, 16, 64, 128
-        );
-        let modes = [("bio", bio), ("single", single), ("mq", mq)];
-        for (name, ModeCosts { within, beyond }) in modes {
-            let mut curves = vec![
-                ("collect", within.collect),
-                ("fill, submit", within.submit),
-                ("collect, fewer ids than bios", beyond.collect),
-            ];
-            if name == "bio" {
-                curves.push(("fill, put on the list", beyond.list));
-                curves.push(("helper: take from the list", beyond.pass));
-            } else {
-                curves.push(("fill, submit, fewer ids than bios", beyond.submit));
-            }
-            for (step, curve) in curves {
-                let _ = write!(out, "  {:34}", format!("{name}: {step}"));
-                for (place, batch) in BATCHES.into_iter().enumerate() {
-                    if [1, 4, 16, 64, 128].contains(&batch) {
-                        let _ = write!(out, "{:8.1}", curve.0[place] / batch as f64);
-                    }
-                }
-                let _ = writeln!(out);
-            }
+    fn write_verdicts(&self, out: &mut String) {
+        let count = |verdict| self.verdicts().filter(|one| *one == verdict).count();
+        let counts = [GoalVerdict::Met, GoalVerdict::Missed, GoalVerdict::Undecided, GoalVerdict::ByConstruction]
+            .map(|verdict| format!("{} {}", count(verdict), verdict.word().to_lowercase()));
+        let _ = writeln!(out, "\ngoals: {}", counts.join(", "));
+        for Goal { what, value, limit, at, verdict } in &self.goals {
+            let first = format!("  {:17}", verdict.word());
+            let (value, limit) = (figure(*value, 3), figure(*limit, 3));
+            wrapped(out, &first, first.len(), &format!("{what}: {value} (goal {limit}), {at}"));
         }
-        let _ = writeln!(
-            out,
-            "  sleep and be woken {:.0}, signal a sleeper's eventfd {:.0} (both system), hand a bio to another thread {mail_ns:.0}, lock from another CPU {}\n",
-            sleep.total_ns(),
-            ring.total_ns(),
-            hand_over_ns.map_or("unknown: one CPU".into(), |ns| format!("{ns:.0} more"))
-        );
-    }
-
-    fn instructions(&self, out: &mut String) {
-        let counted = match &self.instructions {
-            Ok(StepInstructions(counted)) => counted,
-            Err(why) => {
-                let _ = writeln!(out, "instructions of the steps: not counted, {why}\n");
-                return;
-            }
-        };
-        let _ = writeln!(
-            out,
-            "instructions of the steps for each I/O, counted by valgrind; independent of other load\n  {:34}{:>8}{:>8}{:>8}",
-            "in batches of", COUNTED_BATCHES[0], COUNTED_BATCHES[1], COUNTED_BATCHES[2]
-        );
-        for steps in counted.chunk_by(|one, next| (one.mode, one.within) == (next.mode, next.within)) {
-            let StepInstruction { mode, within, .. } = steps[0];
-            let ids = if within { "" } else { ", fewer ids than bios" };
-            let mut line = |what: &str, value: fn(&StepInstruction) -> Option<f64>| {
-                if steps.iter().all(|step| value(step).is_some()) {
-                    let _ = write!(out, "  {:34}", format!("{mode}: {what}{ids}"));
-                    steps.iter().filter_map(value).for_each(|value| {
-                        let _ = write!(out, "{value:8.1}");
-                    });
-                    let _ = writeln!(out);
-                }
-            };
-            line("collect", |step| Some(step.collect));
-            line(if mode == "bio" && !within { "fill, list" } else { "fill, submit" }, |step| Some(step.submit));
-            line("helper", |step| step.pass);
-        }
-        let _ = writeln!(out);
-    }
-
-    fn grid(&self, out: &mut String) {
-        let _ = writeln!(
-            out,
-            "{:11}{:16}{:>8}  {:>18}  {:>40}\n{:11}{:16}{:>8}  {:>6}{:>6}{:>6}  {:>10}{:>10}{:>10}{:>10}",
-            "",
-            "",
-            "",
-            "CPU ns/io",
-            "lat (usec)",
-            "jobs,depth",
-            "",
-            "IOPS",
-            "usr",
-            "sys",
-            "all",
-            "min",
-            "max",
-            "avg",
-            "stdev"
-        );
-        for row in &self.rows {
-            let mut name = format!("{},{}", row.post.jobs, row.post.depth);
-            let modes = [("bio", row.bio), ("bio, no tick", row.bio_untimed), ("single", row.single), ("mq", row.mq)];
-            for (mode, outcome) in modes {
-                let StudyResult { iops, user_ns, system_ns, min_us, max_us, mean_us, stdev_us, .. } = outcome;
-                let _ = writeln!(
-                    out,
-                    "{:11}{mode:16}{:>8}  {user_ns:6.0}{system_ns:6.0}{:6.0}  {min_us:10.2}{max_us:10.2}{mean_us:10.2}{stdev_us:10.2}",
-                    std::mem::take(&mut name),
-                    count(iops),
-                    outcome.cpu_ns()
-                );
-            }
-            for (name, Ratios { iops, cpu, max, stdev }) in
-                [("mq/bio", row.ratios()), ("mq/bio, post", row.post_ratios())]
-            {
-                let _ = writeln!(
-                    out,
-                    "{:11}{name:16}{iops:8.3}  {:12}{cpu:6.2}  {:10}{max:10.2}{:10}{stdev:10.2}",
-                    "", "", "", ""
-                );
-            }
+        let _ = writeln!(out, "\nclaims of the post and its analysis");
+        for GridClaim { what, post, found, verdict, reason } in &self.claims {
+            let first = format!("  {:17}", verdict.word());
+            let reason = if reason.is_empty() { String::new() } else { format!("; {reason}") };
+            wrapped(out, &first, first.len(), &format!("{what}: {found} (post {post}){reason}"));
         }
     }
 
     /// The same, for programs.
     pub(crate) fn json(&self) -> String {
-        let StudyReport { model, costs, instructions, length, seed, rows, goals, claims } = self;
+        let StudyReport { model, costs, instructions, length, seed, rows, goals, claims, repeats } = self;
         let whole = StudyJson {
             study: "mq-vs-bio",
+            post: POST_NAME,
             real: REAL,
             modelled: MODELLED,
             model: ModelReport {
@@ -228,6 +158,7 @@ impl StudyReport {
             instructions: instructions.as_ref().ok(),
             not_counted: instructions.as_ref().err(),
             rows: rows.iter().map(JsonRow::of).collect(),
+            repeated_ratios: repeats.iter().map(|rows| rows.iter().map(GridRow::ratios).collect()).collect(),
             claims,
             goals,
         };
@@ -242,6 +173,7 @@ fn us(ns: u64) -> f64 {
 #[derive(Serialize)]
 struct StudyJson<'a> {
     study: &'static str,
+    post: &'static str,
     /// Parts that are the product's code.
     real: &'static str,
     /// Parts that are a model.
@@ -257,7 +189,9 @@ struct StudyJson<'a> {
     /// Why there are no counts of instructions.
     not_counted: Option<&'a String>,
     rows: Vec<JsonRow>,
-    claims: &'a [PostClaim],
+    /// Ratios of each row, for each repeat.
+    repeated_ratios: Vec<Vec<Ratios>>,
+    claims: &'a [GridClaim],
     goals: &'a [Goal],
 }
 
@@ -280,6 +214,8 @@ struct JsonRow {
     bio_no_tick: StudyResult,
     single: StudyResult,
     mq: StudyResult,
+    bio_one_lock: Option<StudyResult>,
+    unfair: Option<StudyResult>,
     ratios: Ratios,
     post_mq: PublishedCell,
     post_bio: PublishedCell,
@@ -295,6 +231,8 @@ impl JsonRow {
             bio_no_tick: row.bio_untimed,
             single: row.single,
             mq: row.mq,
+            bio_one_lock: row.bio_one_lock,
+            unfair: row.unfair,
             ratios: row.ratios(),
             post_mq: PublishedCell::of(&row.post.mq, row.post.jobs),
             post_bio: PublishedCell::of(&row.post.bio, row.post.jobs),
@@ -317,16 +255,65 @@ struct PublishedCell {
 
 impl PublishedCell {
     fn of(cell: &PostCell, jobs: usize) -> PublishedCell {
-        let ns = |percent: f64| percent / (cell.user_percent + cell.system_percent) * cell.cpu_ns(jobs);
         let PostCell { iops, min_us, max_us, mean_us, stdev_us, .. } = *cell;
         PublishedCell {
             iops,
-            user_ns: ns(cell.user_percent),
-            system_ns: ns(cell.system_percent),
+            user_ns: cell.user_ns(jobs),
+            system_ns: cell.system_ns(jobs),
             min_us,
             max_us,
             mean_us,
             stdev_us,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::study::grid::tests::example_rows;
+    use crate::study::step_instructions::StepInstruction;
+
+    fn report(instructions: Result<StepInstructions, String>) -> StudyReport {
+        let rows = example_rows();
+        let length = GridLength { ios: 200_000, rounds: 25 };
+        let repeats = vec![rows.clone(); 6];
+        StudyReport::new(DeviceModel::NVME_2013, &Costs::example(), instructions, length, u64::MAX, rows, repeats)
+    }
+
+    fn counted() -> StepInstructions {
+        let step =
+            |within, batch| StepInstruction { mode: "single", within, batch, collect: 1e4, submit: 1e4, pass: None };
+        StepInstructions(
+            [true, false].into_iter().flat_map(|within| [1, 16, 128].map(|batch| step(within, batch))).collect(),
+        )
+    }
+
+    #[test]
+    fn no_line_has_more_than_110_columns_and_no_figure_is_nan() {
+        for instructions in [Ok(counted()), Err("valgrind is not installed ".repeat(8))] {
+            let mut report = report(instructions);
+            let row = &mut report.rows[15];
+            (row.mq.max_us, row.mq.iops, row.mq.system_ns) = (123_456.78, 999_949.0, 99_999.0);
+            let text = report.text();
+            for line in text.lines() {
+                assert!(line.chars().count() <= 110, "{line}");
+            }
+            let is_figure = |word: &str| !["NaN", "inf"].contains(&word);
+            assert!(text.split(|c: char| !c.is_alphanumeric()).all(is_figure), "{text}");
+            assert!(!report.json().contains("NaN") && !super::super::svg::picture(&report).contains("NaN"));
+        }
+    }
+
+    #[test]
+    fn verdicts_come_before_tables_and_the_posts_figures_stand_beside_ours() {
+        let text = report(Ok(counted())).text();
+        let place = |word: &str| text.find(word).unwrap_or_else(|| panic!("no {word}: {text}"));
+        let order =
+            ["post: M. Bj", "\ngoals: ", "\nclaims of the post", "jobs,depth", "CPU of the steps", "instructions of"];
+        assert!(order.map(place).is_sorted(), "{text}");
+        // Row 1,1 of the post: 81.8 K, 9.76 and 21.12 %, latency 11, 111, 11.90, 0.46.
+        let row = "mq, post           81.8k     1193   2582   3775       11.00    111.00     11.90      0.46";
+        assert!(text.contains(row), "{text}");
     }
 }

@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 use super::instructions::SectionCount;
-use super::measure::{PHASES, RIGS};
+use super::mode_rig::{PHASES, RIGS};
 
 /// Batches whose instructions are counted.
 pub(crate) const COUNTED_BATCHES: [usize; 3] = [1, 16, 128];

@@ -7,6 +7,7 @@ mod table;
 
 pub(crate) use report::PartsReport;
 pub(crate) use runner::{PartRun, run_parts, threads};
+pub(crate) use table::{figure, wrapped};
 
 use crate::study::goals::{Goal, GoalVerdict, PostClaim};
 

@@ -8,12 +8,12 @@ use super::Part;
 pub(super) const WIDTH: usize = 110;
 
 /// A figure; a dash where the run has none.
-pub(super) fn figure(value: impl Into<Option<f64>>, digits: usize) -> String {
+pub(crate) fn figure(value: impl Into<Option<f64>>, digits: usize) -> String {
     value.into().filter(|value| value.is_finite()).map_or_else(|| "-".into(), |value| format!("{value:.digits$}"))
 }
 
 /// Writes a text that begins with `first`; further lines are indented by `hang`.
-pub(super) fn wrapped(out: &mut String, first: &str, hang: usize, text: &str) {
+pub(crate) fn wrapped(out: &mut String, first: &str, hang: usize, text: &str) {
     let mut line = first.to_owned();
     let mut is_fresh = true;
     for word in text.split_whitespace() {
