@@ -70,11 +70,8 @@ impl RowSpan {
     /// Of the main run, then of all runs.
     fn found(&self, digits: usize) -> String {
         let RowSpan { least, most, .. } = self;
-        let span = |low: f64, high: f64| {
-            let [low, high] = [low, high].map(|value| format!("{value:.digits$}"));
-            if low == high { low } else { format!("{low} to {high}") }
-        };
-        let (main, all) = (span(least.value, most.value), span(least.low, most.high));
+        let main = span(least.value, most.value, digits);
+        let all = span(least.low, most.high, digits);
         if main == all { main } else { format!("{main}; in all runs {all}") }
     }
 }
@@ -364,10 +361,15 @@ fn post_tail() -> String {
 }
 
 fn least_to_most(values: &[f64], digits: usize) -> String {
-    let (least, most) = values
-        .iter()
-        .fold((f64::INFINITY, f64::NEG_INFINITY), |(least, most), value| (least.min(*value), most.max(*value)));
-    format!("{least:.digits$} to {most:.digits$}")
+    let least = values.iter().copied().fold(f64::INFINITY, f64::min);
+    let most = values.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    span(least, most, digits)
+}
+
+/// Two figures, or one where both read the same.
+fn span(low: f64, high: f64, digits: usize) -> String {
+    let [low, high] = [low, high].map(|value| format!("{value:.digits$}"));
+    if low == high { low } else { format!("{low} to {high}") }
 }
 
 #[cfg(test)]
