@@ -87,6 +87,8 @@ pub(crate) struct Costs {
     pub(crate) hand_over_ns: Option<f64>,
     /// Windows that each figure is the 10th percentile of, in each of several measurements.
     pub(crate) windows: usize,
+    /// Load average of the machine when the measurement began, if known: the study itself adds at most 1.
+    pub(crate) load: Option<f64>,
 }
 
 /// The middle one; of an even number the mean of both.
@@ -135,6 +137,7 @@ impl Costs {
             ring: call(|costs| &costs.ring),
             hand_over_ns: is_known.then(|| median(measured.iter().filter_map(|costs| costs.hand_over_ns))),
             windows: measured.first().map_or(0, |costs| costs.windows),
+            load: measured.iter().filter_map(|costs| costs.load).reduce(f64::max),
         }
     }
 }
@@ -183,6 +186,7 @@ impl Costs {
             ring: CallCost { user_ns: 50.0, system_ns: 900.0 },
             hand_over_ns: Some(100.0),
             windows: 0,
+            load: Some(7.5),
         }
     }
 }

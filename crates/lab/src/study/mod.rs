@@ -234,6 +234,7 @@ fn publish(
 
 /// Measures everything on a separate thread, which is pinned to one CPU.
 fn measure(model: DeviceModel, windows: usize) -> io::Result<Costs> {
+    let load = load_average();
     let measuring = thread::Builder::new().spawn(move || {
         let hand_over_ns = wakes::hand_over_ns(windows)?;
         cpus::pin();
@@ -248,7 +249,13 @@ fn measure(model: DeviceModel, windows: usize) -> io::Result<Costs> {
             ring,
             hand_over_ns,
             windows,
+            load,
         })
     })?;
     measuring.join().unwrap_or_else(|_| Err(io::Error::other("a measuring thread panicked")))
+}
+
+/// Load average of the last minute.
+fn load_average() -> Option<f64> {
+    std::fs::read_to_string("/proc/loadavg").ok()?.split(' ').next()?.parse().ok()
 }

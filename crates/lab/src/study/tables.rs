@@ -70,14 +70,16 @@ pub(super) fn posted(cell: PostCell, jobs: usize) -> StudyResult {
 
 /// Costs of the steps.
 pub(super) fn steps(out: &mut String, costs: &Costs, measurements: usize) {
-    let Costs { bio, single, mq, mail_ns, sleep, ring, hand_over_ns, windows } = costs;
+    let Costs { bio, single, mq, mail_ns, sleep, ring, hand_over_ns, windows, load } = costs;
+    let load = load.map_or("unknown".into(), |load| format!("{load:.1}"));
     wrapped(
         out,
         "",
         2,
         &format!(
             "CPU of the steps, ns for each I/O, measured on this machine: median of {measurements} measurements, each the \
-             10th percentile of {windows} windows"
+             10th percentile of {windows} windows; load average before each at most {load}, to which the \
+             study adds up to 1: other load raises the costs, and the range of the runs does not show it"
         ),
     );
     let shown = [1, 4, 16, 64, 128];
