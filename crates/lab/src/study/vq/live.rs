@@ -64,7 +64,7 @@ pub(super) fn live(ram: &RamDevice, windows: usize, seed: u64) -> io::Result<VqL
     let mut variants = vec![variant(own(alone, 0))];
     let pairs = together(share(0), share(1)).and_then(|sharing| {
         let owning = together(own(one, 1), own(other, 2))?;
-        Ok([sharing, owning, led(|| apart.round(), || _ = device.run_once(now_ns()))?])
+        Ok([sharing, owning, led(|| apart.round(), || _ = device.run_once(&mut (), now_ns()))?])
     });
     let two_cpus = pairs.is_ok();
     variants.extend(pairs.into_iter().flatten());
@@ -75,7 +75,7 @@ pub(super) fn live(ram: &RamDevice, windows: usize, seed: u64) -> io::Result<VqL
     drop(variants);
     // I/O in flight completes before the queue is dropped.
     while apart.is_out() {
-        device.run_once(now_ns());
+        device.run_once(&mut (), now_ns());
         apart.collect();
     }
     let of = |place: usize| costs.get(place).copied().filter(|cost| two_cpus && cost.is_finite());

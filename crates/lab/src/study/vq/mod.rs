@@ -1,7 +1,8 @@
 //! `multi-vq`: every virtqueue a hardware queue (M. Lei, linux-kernel, June 2014), driver and device both ours.
 //!
-//! Simulated: the costs of driver and device are measured step by step (`steps.rs`), and replayed on as many CPUs as
-//! there are threads (`world.rs`), with the post's one thread behind all queues and with one for each. In real time:
+//! Simulated: the costs of driver and device are measured step by step (`steps.rs`), and charged in virtual time on as
+//! many CPUs as there are threads (`world.rs`), with the post's one thread behind all queues and with one for each. The
+//! real queues and rings carry the requests there (`rings.rs`). In real time:
 //! the variants that two CPUs can run (`live.rs`), with the code that a daemon and its client run on both sides; driver
 //! and device apart also give the extra cost of a ring between two CPUs. In processes: our driver over a socket, at our
 //! daemon and at another's (`served.rs`).
@@ -9,6 +10,7 @@
 mod live;
 mod report;
 mod rig;
+mod rings;
 mod served;
 mod steps;
 pub(super) mod svg;
@@ -107,14 +109,15 @@ pub(crate) struct VqPoint {
 pub(super) fn run(length: VqLength, qemu: &Path, seed: u64, say: impl Fn(String)) -> Result<VqReport, StudyError> {
     say("measuring the steps of driver and device, and what two CPUs can run ...".into());
     let costs = measure(length.windows, seed)?;
-    let point =
-        |scene: VqScene| VqPoint { scene, cpus: scene.cpus(), outcome: play(scene, costs.prices(), length.ios) };
+    let point = |scene: VqScene| -> io::Result<VqPoint> {
+        Ok(VqPoint { scene, cpus: scene.cpus(), outcome: play(scene, costs.prices(), length.ios)? })
+    };
     say("virtual time ...".into());
     let grid = [Devices::One, Devices::Each].into_iter().flat_map(|devices| {
         COUNTS.into_iter().flat_map(move |jobs| COUNTS.map(|queues| VqScene { jobs, queues, devices }))
     });
-    let grid = grid.map(point).collect();
-    let cpus = CPUS.into_iter().flat_map(on_cpus).map(point).collect();
+    let grid = grid.map(point).collect::<Result<_, _>>()?;
+    let cpus = CPUS.into_iter().flat_map(on_cpus).map(point).collect::<Result<_, _>>()?;
     say("real time, driver and back-end in processes of their own ...".into());
     let served = served::measure(qemu, length.served, seed)?;
     Ok(VqReport::new(length, seed, costs, grid, cpus, served))
@@ -142,7 +145,7 @@ fn measure(windows: usize, seed: u64) -> io::Result<VqCosts> {
         let steps = steps::steps(&ram, windows, seed)?;
         let live = live::live(&ram, windows, seed)?;
         let mut costs = VqCosts { steps, mail_ns: mail_ns(windows), hand_over_ns, lines_ns: None, ring, live };
-        costs.lines_ns = live.apart_ns.map(|apart_ns| lines_ns(&costs, apart_ns));
+        costs.lines_ns = live.apart_ns.map(|apart_ns| lines_ns(&costs, apart_ns)).transpose()?;
         Ok(costs)
     })?;
     measuring.join().unwrap_or_else(|_| Err(io::Error::other("a measuring thread panicked")))
@@ -150,17 +153,17 @@ fn measure(windows: usize, seed: u64) -> io::Result<VqCosts> {
 
 /// Cost of cache lines on both sides with which one job on one queue takes this time in virtual time. 0 if it takes as
 /// long without.
-fn lines_ns(costs: &VqCosts, apart_ns: f64) -> f64 {
+fn lines_ns(costs: &VqCosts, apart_ns: f64) -> io::Result<f64> {
     let scene = VqScene { jobs: 1, queues: 1, devices: Devices::Each };
     let ios = VqLength::new(true).ios;
     let (mut low, mut high) = (0.0, apart_ns);
     // To a thousandth of a nanosecond.
     for _ in 0..20 {
         let lines_ns = f64::midpoint(low, high);
-        let takes_ns = 1e9 / play(scene, Prices { lines_ns, ..costs.prices() }, ios).iops;
+        let takes_ns = 1e9 / play(scene, Prices { lines_ns, ..costs.prices() }, ios)?.iops;
         *if takes_ns < apart_ns { &mut low } else { &mut high } = lines_ns;
     }
-    low
+    Ok(low)
 }
 
 #[cfg(test)]

@@ -186,7 +186,7 @@ impl VqReport {
         for (name, ns, scene) in rows {
             match ns {
                 Some(ns) => {
-                    let simulated = play(scene, self.costs.prices(), self.length.ios).iops;
+                    let simulated = play(scene, self.costs.prices(), self.length.ios).map_or(f64::NAN, |it| it.iops);
                     let _ = writeln!(out, "  {name:52}{ns:10.1}{:>10}{:>10}", count(1e9 / ns), count(simulated));
                 }
                 None => {

@@ -13,7 +13,7 @@ use blkyard_export::{BackendConfig, BoundSocket, SEG_MAX, SocketConfig, VhostUse
 use blkyard_mem::{Region, RegionTable, Segment};
 use blkyard_mq::{
     Batch, Bio, BlockDevice, DeviceInfo, Done, Driver, HwQueue, HwQueueConfig, NullConfig, NullDevice, Op, Poller,
-    PollerState, QueueKind, RamDevice, SECTOR_SHIFT, TimedOut,
+    PollerState, QueueKind, RamDevice, SECTOR_SHIFT, SignalEventfd, TimedOut,
 };
 use blkyard_os::{SystemClock, now_ns};
 use blkyard_sim::Rng;
@@ -58,7 +58,7 @@ pub(super) fn null() -> NullDevice {
     NullDevice::new(info(), NullConfig::default())
 }
 
-fn info() -> DeviceInfo {
+pub(super) fn info() -> DeviceInfo {
     DeviceInfo { name: "study".into(), capacity_sectors: STORE_BYTES >> SECTOR_SHIFT, ..DeviceInfo::default() }
 }
 
@@ -66,6 +66,11 @@ fn info() -> DeviceInfo {
 #[inline]
 pub(super) fn fill(bio: &mut Bio, buffer: usize, rng: &mut Rng) {
     aim(bio, Op::Read, rng.below(BLOCKS), buffer);
+}
+
+/// Makes a read of the block after next, counted from this number on: neighbours in this order are never merged.
+pub(super) fn fill_apart(bio: &mut Bio, buffer: usize, number: u64) {
+    aim(bio, Op::Read, number * 2 % BLOCKS, buffer);
 }
 
 #[inline]
@@ -83,12 +88,15 @@ pub(super) struct Half<D> {
     home: Sender<VirtqueuePoller<D>>,
 }
 
-impl<D: Driver<()>> Half<D> {
+impl<D> Half<D> {
     /// Completes finished requests, fetches half of the available ones or all, and issues them. Immediate completions
     /// are returned with the next round. Returns whether there was work.
     #[inline]
-    pub(super) fn run_once(&mut self, now_ns: u64) -> bool {
-        self.queue.as_mut().is_some_and(|queue| queue.run_once(&mut (), now_ns) == PollerState::Busy)
+    pub(super) fn run_once<Cx: ?Sized + SignalEventfd>(&mut self, cx: &mut Cx, now_ns: u64) -> bool
+    where
+        D: Driver<Cx>,
+    {
+        self.queue.as_mut().is_some_and(|queue| queue.run_once(cx, now_ns) == PollerState::Busy)
     }
 }
 
@@ -108,18 +116,18 @@ pub(super) struct RingPair<D> {
     device: Option<Half<D>>,
 }
 
-impl<D: Driver<()>> Driver<()> for RingPair<D> {
+impl<Cx: ?Sized + SignalEventfd, D: Driver<Cx>> Driver<Cx> for RingPair<D> {
     #[inline]
-    fn queue_rqs(&mut self, cx: &mut (), memory: &RegionTable, batch: &mut Batch<'_>) {
+    fn queue_rqs(&mut self, cx: &mut Cx, memory: &RegionTable, batch: &mut Batch<'_>) {
         self.front.queue_rqs(cx, memory, batch);
     }
 
     #[inline]
-    fn poll(&mut self, cx: &mut (), memory: &RegionTable, done: &mut Done<'_>, now_ns: u64) {
+    fn poll(&mut self, cx: &mut Cx, memory: &RegionTable, done: &mut Done<'_>, now_ns: u64) {
         if let Some(device) = &mut self.device {
             // Fetched in one turn and shown in the next.
             for _ in 0..2 {
-                device.run_once(now_ns);
+                device.run_once(cx, now_ns);
             }
         }
         self.front.poll(cx, memory, done, now_ns);
@@ -127,7 +135,7 @@ impl<D: Driver<()>> Driver<()> for RingPair<D> {
 
     fn timed_out(
         &mut self,
-        cx: &mut (),
+        cx: &mut Cx,
         memory: &RegionTable,
         place: usize,
         done: &mut Done<'_>,
@@ -136,8 +144,8 @@ impl<D: Driver<()>> Driver<()> for RingPair<D> {
         self.front.timed_out(cx, memory, place, done, now_ns)
     }
 
-    fn set_memory(&mut self, cx: &mut (), memory: &RegionTable) {
-        Driver::<()>::set_memory(&mut self.front, cx, memory);
+    fn set_memory(&mut self, cx: &mut Cx, memory: &RegionTable) {
+        self.front.set_memory(cx, memory);
     }
 }
 
@@ -205,7 +213,8 @@ where
     let mut queues = Vec::with_capacity(count);
     for ((front, half), ios) in fronts.into_iter().zip(halves).zip(ios) {
         let device = Some(Half { queue: Some(half), home: sender.clone() });
-        let mut queue = HwQueue::new(RingPair { front, device }, Arc::clone(&info), config(RING.into(), RING.into()));
+        let bios = usize::from(RING).max(*ios);
+        let mut queue = HwQueue::new(RingPair { front, device }, Arc::clone(&info), config(RING.into(), bios));
         let memory = Region::shared(ios * IO_BYTES as usize)?;
         queue.set_memory(&mut (), Arc::new(RegionTable::new(vec![memory])));
         queues.push(queue);
@@ -230,7 +239,7 @@ fn begin<D: Driver<()>>(queues: &mut [VqRigQueue<D>]) -> io::Result<()> {
         for queue in &mut *queues {
             queue.issue(&mut (), now_ns);
             if let Some(device) = &mut queue.driver_mut().device {
-                device.run_once(now_ns);
+                device.run_once(&mut (), now_ns);
             }
             missing -= queue.reap(&mut (), now_ns, &mut |_| ());
         }

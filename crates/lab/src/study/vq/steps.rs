@@ -98,9 +98,9 @@ impl<D: Driver<()>> DetachedRig<D> {
         self.queue.issue(&mut (), start);
         let submitted = now_ns();
         // As many rounds as needed, and one without work.
-        while self.device.run_once(submitted) {}
+        while self.device.run_once(&mut (), submitted) {}
         let turned = now_ns();
-        self.device.run_once(submitted);
+        self.device.run_once(&mut (), submitted);
         let idled = now_ns();
         let free = &mut self.free;
         black_box(self.queue.reap(&mut (), idled, &mut |bio| free.push(bio)));

@@ -7,27 +7,24 @@
 //! ```
 //!
 //! A queue has one lock, which its jobs wait for in order of arrival; a change of CPU costs extra. A poll takes all
-//! used chains, and puts another job's into that job's box. A device fetches half of the chains in sight when its turn
-//! of the queue begins and the rest in the next, as the real one does (ADR 22), and completes them when its next turn
-//! begins: so job and device work at the same time. A job that is its own device takes all chains in each poll. Nothing
-//! is random. A thread without work spins, and sees a new event at once: so kicks and calls are off, as with the real
-//! rings of `live.rs`.
+//! used chains, and puts another job's into that job's box. Nothing is random. A thread without work spins, and sees a
+//! new event at once: so kicks and calls are off, as with the rings of `live.rs`.
 //!
-//! A ring is a list of jobs here. All requests are alike, and each has an entry in the ring, so a full ring and
-//! reordering do not occur; the cost of using it is in the steps, which are measured with real ones.
+//! The real queues and rings carry the requests ([`rings`](super::rings)); only time is virtual. Requests enter the
+//! ring when their step ends. A poll takes what is used when it begins, and a turn of a device what is available then;
+//! the turn's completions are shown by the device's next round of the queue, so job and device work at the same time.
 
 use std::collections::VecDeque;
+use std::io;
 
+use blkyard_mq::Bio;
 use blkyard_sim::Events;
 use serde::Serialize;
 
-use super::rig::{DEPTH, TAGS};
+use super::rig::DEPTH;
+use super::rings::{SimulatedQueues, bios_of};
 use super::steps::BatchCosts;
-
-/// Chains in sight of a real device, `RUN_MAX` of the rings (ADR 18), and the least number it takes (`HALF_MIN`, ADR
-/// 22).
-const RUN_MAX: usize = 16;
-const HALF_MIN: usize = 3;
+use crate::study::job_flags::job_of;
 
 /// Threads that serve the queues.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -102,22 +99,19 @@ enum Doing {
     Look,
     /// Others' I/Os go to their boxes, those in its own box come out.
     Mail,
-    /// Of a device: it has so many of this queue.
-    Turn {
-        queue: usize,
-        taken: usize,
-    },
+    /// Of a device.
+    Turn,
 }
 
 struct Thread {
     doing: Doing,
     /// I/Os that are not out.
-    free: usize,
+    free: VecDeque<Box<Bio>>,
     /// I/Os in its box.
-    boxed: usize,
-    /// Of the latest poll: its own, with those of the box, and the number for each other job.
-    own: usize,
-    away: Vec<usize>,
+    boxed: VecDeque<Box<Bio>>,
+    /// Of the latest poll: its own, with those of the box, and those of other jobs.
+    own: VecDeque<Box<Bio>>,
+    away: Vec<Box<Bio>>,
     /// Since when it waits for the lock.
     since_ns: u64,
     /// Parts of a nanosecond not yet taken.
@@ -126,30 +120,12 @@ struct Thread {
     next_queue: usize,
 }
 
+/// The lock of a queue.
 #[derive(Default)]
-struct VqQueue {
-    /// By job.
-    available: VecDeque<usize>,
-    /// Of these the device has seen so many, and not taken them.
-    in_sight: usize,
-    used: VecDeque<usize>,
+struct QueueLock {
     is_held: bool,
     last: Option<usize>,
     waiting: VecDeque<usize>,
-}
-
-impl VqQueue {
-    /// Number of chains that a device on another CPU takes now, the first available ones: half of those in sight, and
-    /// the rest next time.
-    fn half(&mut self) -> usize {
-        if self.in_sight > 0 {
-            return std::mem::take(&mut self.in_sight);
-        }
-        let seen = self.available.len().min(RUN_MAX);
-        let taken = seen.div_ceil(2).max(HALF_MIN).min(seen);
-        self.in_sight = seen - taken;
-        taken
-    }
 }
 
 struct VqWorld<'a> {
@@ -158,13 +134,17 @@ struct VqWorld<'a> {
     events: Events<Over>,
     /// The jobs, then the devices.
     threads: Vec<Thread>,
-    queues: Vec<VqQueue>,
+    locks: Vec<QueueLock>,
+    rings: SimulatedQueues,
     done: u64,
     waited_ns: u64,
 }
 
 /// Plays a scene for so many I/Os, after a tenth of that to settle.
-pub(crate) fn play(scene: VqScene, prices: Prices<'_>, ios: u64) -> VqResult {
+///
+/// # Errors
+/// There is no memory for its rings.
+pub(crate) fn play(scene: VqScene, prices: Prices<'_>, ios: u64) -> io::Result<VqResult> {
     let devices = match scene.devices {
         Devices::One => 1,
         Devices::Each => scene.queues,
@@ -172,10 +152,10 @@ pub(crate) fn play(scene: VqScene, prices: Prices<'_>, ios: u64) -> VqResult {
     };
     let thread = |number| Thread {
         doing: Doing::Parked,
-        free: if number < scene.jobs { DEPTH } else { 0 },
-        boxed: 0,
-        own: 0,
-        away: vec![0; scene.jobs],
+        free: if number < scene.jobs { bios_of(number) } else { VecDeque::new() },
+        boxed: VecDeque::with_capacity(DEPTH),
+        own: VecDeque::with_capacity(DEPTH),
+        away: Vec::new(),
         since_ns: 0,
         owed_ns: 0.0,
         next_queue: 0,
@@ -185,7 +165,8 @@ pub(crate) fn play(scene: VqScene, prices: Prices<'_>, ios: u64) -> VqResult {
         prices,
         events: Events::default(),
         threads: (0..scene.jobs + devices).map(thread).collect(),
-        queues: (0..scene.queues).map(|_| VqQueue::default()).collect(),
+        locks: (0..scene.queues).map(|_| QueueLock::default()).collect(),
+        rings: SimulatedQueues::new(scene.jobs, scene.queues, scene.devices != Devices::Jobs)?,
         done: 0,
         waited_ns: 0,
     };
@@ -194,10 +175,10 @@ pub(crate) fn play(scene: VqScene, prices: Prices<'_>, ios: u64) -> VqResult {
     let (start_ns, before, waited_ns) = (world.events.now_ns(), world.done, world.waited_ns);
     world.run_until(before + ios);
     let ran_ns = (world.events.now_ns() - start_ns) as f64;
-    VqResult {
+    Ok(VqResult {
         iops: (world.done - before) as f64 / ran_ns * 1e9,
         waiting: (world.waited_ns - waited_ns) as f64 / (ran_ns * scene.jobs as f64),
-    }
+    })
 }
 
 impl VqWorld<'_> {
@@ -211,23 +192,28 @@ impl VqWorld<'_> {
     }
 
     fn over(&mut self, number: usize) {
+        let now_ns = self.events.now_ns();
         match self.threads[number].doing {
             Doing::Parked => unreachable!("a thread at rest has no step"),
             Doing::Fill => self.want_lock(number, Doing::Submit),
             Doing::Submit => {
-                self.release(number);
                 let queue = self.queue_of(number);
-                let count = std::mem::take(&mut self.threads[number].free);
-                self.queues[queue].available.extend(std::iter::repeat_n(number, count));
+                self.rings.queues[queue].submit(self.threads[number].free.drain(..), now_ns);
+                self.release(number);
                 self.wake_device(queue);
                 self.want_lock(number, Doing::Look);
             }
             Doing::Look => {
+                let queue = self.queue_of(number);
+                let ring = &mut self.rings.queues[queue];
+                if ring.waiting() > 0 {
+                    ring.issue(now_ns);
+                    self.wake_device(queue);
+                }
                 self.release(number);
-                let Thread { boxed, away, .. } = &mut self.threads[number];
-                let mailed = std::mem::take(boxed);
-                let moved = mailed + away.iter().sum::<usize>();
-                self.threads[number].own += mailed;
+                let Thread { boxed, own, away, .. } = &mut self.threads[number];
+                let moved = boxed.len() + away.len();
+                own.append(boxed);
                 if moved > 0 {
                     self.begin(number, Doing::Mail, moved as f64 * self.prices.mail_ns / 2.0);
                 } else {
@@ -235,53 +221,39 @@ impl VqWorld<'_> {
                 }
             }
             Doing::Mail => {
-                for job in 0..self.scene.jobs {
-                    let count = std::mem::take(&mut self.threads[number].away[job]);
-                    if count > 0 {
-                        self.threads[job].boxed += count;
-                        self.wake(job);
-                    }
+                for bio in std::mem::take(&mut self.threads[number].away) {
+                    let job = job_of(&bio);
+                    self.threads[job].boxed.push_back(bio);
+                    self.wake(job);
                 }
                 self.collected(number);
             }
-            Doing::Turn { queue, taken } => {
-                let VqQueue { available, used, .. } = &mut self.queues[queue];
-                used.extend(available.drain(..taken));
-                (queue..self.scene.jobs).step_by(self.scene.queues).for_each(|job| self.wake(job));
-                self.turn(number);
-            }
+            Doing::Turn => self.turn(number),
         }
     }
 
     /// A job has all completions of a poll.
     fn collected(&mut self, job: usize) {
-        let has_news = self.has_news(self.queue_of(job));
+        let has_news = self.rings.queues[self.queue_of(job)].has_news();
         let thread = &mut self.threads[job];
-        let own = std::mem::take(&mut thread.own);
-        thread.free += own;
-        self.done += own as u64;
-        if thread.free > 0 {
-            let cost = self.prices.steps.fill.at(thread.free);
+        self.done += thread.own.len() as u64;
+        thread.free.append(&mut thread.own);
+        if !thread.free.is_empty() {
+            let cost = self.prices.steps.fill.at(thread.free.len());
             self.begin(job, Doing::Fill, cost);
-        } else if thread.boxed > 0 || has_news {
+        } else if !thread.boxed.is_empty() || has_news {
             self.want_lock(job, Doing::Look);
         } else {
             thread.doing = Doing::Parked;
         }
     }
 
-    /// Whether a poll of a queue would find a completion.
-    fn has_news(&self, queue: usize) -> bool {
-        let VqQueue { available, used, .. } = &self.queues[queue];
-        !used.is_empty() || self.scene.devices == Devices::Jobs && !available.is_empty()
-    }
-
     fn want_lock(&mut self, job: usize, doing: Doing) {
         let (now_ns, queue) = (self.events.now_ns(), self.queue_of(job));
         self.threads[job].doing = doing;
         self.threads[job].since_ns = now_ns;
-        if self.queues[queue].is_held {
-            self.queues[queue].waiting.push_back(job);
+        if self.locks[queue].is_held {
+            self.locks[queue].waiting.push_back(job);
         } else {
             self.locked(job, queue);
         }
@@ -289,34 +261,37 @@ impl VqWorld<'_> {
 
     /// A job has the lock, and executes its step.
     fn locked(&mut self, job: usize, number: usize) {
-        let VqWorld { scene, prices, threads, queues, .. } = self;
-        let (thread, queue) = (&mut threads[job], &mut queues[number]);
-        queue.is_held = true;
-        let comes_over = queue.last.replace(job).is_some_and(|last| last != job);
+        let now_ns = self.events.now_ns();
+        let VqWorld { scene, prices, threads, locks, rings, .. } = self;
+        let (thread, queue_lock, queue) = (&mut threads[job], &mut locks[number], &mut rings.queues[number]);
+        queue_lock.is_held = true;
+        let comes_over = queue_lock.last.replace(job).is_some_and(|last| last != job);
         let lines_ns = if scene.devices == Devices::Jobs { 0.0 } else { prices.lines_ns / 2.0 };
         let mut cost = if comes_over { prices.hand_over_ns } else { 0.0 };
-        if thread.doing == Doing::Submit {
-            cost += prices.steps.submit.at(thread.free) + lines_ns * thread.free as f64;
+        // Bios that the ring has no room for are paid when it has.
+        let issued = if thread.doing == Doing::Submit {
+            thread.free.len().min(queue.room())
         } else {
-            if scene.devices == Devices::Jobs {
-                let taken = queue.available.len().min(TAGS);
-                cost += prices.steps.turn.at(taken);
-                queue.used.extend(queue.available.drain(..taken));
-            }
-            cost += prices.steps.reap.at(queue.used.len()) + lines_ns * queue.used.len() as f64;
-            for whose in queue.used.drain(..) {
-                if whose == job { thread.own += 1 } else { thread.away[whose] += 1 }
-            }
+            let Thread { own, away, .. } = thread;
+            let (reaped, served) = queue.reap_and_serve(now_ns, &mut |bio| {
+                if job_of(&bio) == job { own.push_back(bio) } else { away.push(bio) }
+            });
+            let served_ns = if scene.devices == Devices::Jobs { prices.steps.turn.at(served) } else { 0.0 };
+            cost += served_ns + prices.steps.reap.at(reaped) + lines_ns * reaped as f64;
+            queue.waiting().min(queue.room())
+        };
+        if issued > 0 {
+            cost += prices.steps.submit.at(issued) + lines_ns * issued as f64;
         }
-        self.waited_ns += self.events.now_ns() - thread.since_ns;
+        self.waited_ns += now_ns - thread.since_ns;
         let doing = thread.doing;
         self.begin(job, doing, cost);
     }
 
     fn release(&mut self, job: usize) {
         let number = self.queue_of(job);
-        self.queues[number].is_held = false;
-        if let Some(next) = self.queues[number].waiting.pop_front() {
+        self.locks[number].is_held = false;
+        if let Some(next) = self.locks[number].waiting.pop_front() {
             self.locked(next, number);
         }
     }
@@ -343,16 +318,19 @@ impl VqWorld<'_> {
             Devices::Each => (number - self.scene.jobs, 1),
             Devices::One | Devices::Jobs => (0, self.scene.queues),
         };
+        self.threads[number].doing = Doing::Turn;
         let start = self.threads[number].next_queue;
         let mut cost = 0.0;
         for step in 0..count {
             let queue = first + (start + step) % count;
-            let offered = self.queues[queue].available.len();
-            let taken = self.queues[queue].half();
-            cost += self.prices.turn_ns(taken, offered) + self.prices.lines_ns * taken as f64;
-            if taken > 0 {
+            let round = self.rings.queues[queue].run_device(self.events.now_ns());
+            cost += self.prices.turn_ns(round.taken, round.offered) + self.prices.lines_ns * round.taken as f64;
+            if round.shown > 0 {
+                (queue..self.scene.jobs).step_by(self.scene.queues).for_each(|job| self.wake(job));
+            }
+            if round.taken > 0 {
                 self.threads[number].next_queue = (start + step + 1) % count;
-                return self.begin(number, Doing::Turn { queue, taken }, cost);
+                return self.begin(number, Doing::Turn, cost);
             }
         }
         self.threads[number].doing = Doing::Parked;
@@ -378,7 +356,7 @@ mod tests {
     use super::*;
     use crate::study::costs::Curve;
 
-    const IOS: u64 = 100_000;
+    const IOS: u64 = 30_000;
 
     fn steps() -> BatchCosts {
         let [fill, submit, turn, reap] = [5.0, 20.0, 100.0, 15.0].map(Curve::each);
@@ -387,7 +365,7 @@ mod tests {
 
     fn iops(jobs: usize, queues: usize, devices: Devices, steps: &BatchCosts, hand_over_ns: f64) -> f64 {
         let prices = Prices { steps, mail_ns: 0.0, hand_over_ns, lines_ns: 0.0 };
-        play(VqScene { jobs, queues, devices }, prices, IOS).iops
+        play(VqScene { jobs, queues, devices }, prices, IOS).unwrap().iops
     }
 
     fn is_near(value: f64, want: f64) -> bool {
@@ -402,14 +380,19 @@ mod tests {
     }
 
     #[test]
-    fn half_of_what_is_in_sight_is_taken_and_then_the_rest() {
-        let mut queue = VqQueue { available: (0..40).collect(), ..VqQueue::default() };
-        let mut taken = Vec::new();
-        while !queue.available.is_empty() {
-            taken.push(queue.half());
-            queue.available.drain(..taken[taken.len() - 1]);
+    fn the_same_scene_plays_the_same_twice() {
+        let steps = steps();
+        let at = |devices| iops(3, 2, devices, &steps, 500.0).to_bits();
+        for devices in [Devices::One, Devices::Each, Devices::Jobs] {
+            assert_eq!(at(devices), at(devices), "{devices:?}");
         }
-        assert_eq!(taken, [8, 8, 8, 8, 4, 4], "of 16, of 16, and of the 8 that are left");
+    }
+
+    #[test]
+    fn more_bios_than_a_ring_has_entries_wait_for_their_turn() {
+        let steps = steps();
+        assert!(8 * DEPTH > usize::from(super::super::rig::RING));
+        assert!(is_near(iops(8, 1, Devices::One, &steps, 0.0), 1e9 / 100.0));
     }
 
     #[test]
@@ -443,7 +426,7 @@ mod tests {
         let steps = steps();
         let at = |devices, lines_ns| {
             let prices = Prices { steps: &steps, mail_ns: 0.0, hand_over_ns: 0.0, lines_ns };
-            play(VqScene { jobs: 1, queues: 1, devices }, prices, IOS)
+            play(VqScene { jobs: 1, queues: 1, devices }, prices, IOS).unwrap()
         };
         assert!(is_near(at(Devices::Each, 50.0).iops, 1e9 / 150.0), "the device is the slower side");
         assert_eq!(at(Devices::Jobs, 50.0), at(Devices::Jobs, 0.0));
