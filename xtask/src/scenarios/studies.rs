@@ -153,9 +153,21 @@ fn multi_vq(ground: &ScenarioContext) -> Result<()> {
         let has_cure = theirs["not_measured"].as_str().is_some_and(|why| why.contains("--qemu-storage-daemon"));
         ensure!(theirs["measured"].is_object() || has_cure, "{theirs}");
     }
+    let guest = &study.report["guest"];
+    let points = guest["points"].as_array().context("no points of the guest")?;
+    ensure!(points.len() == 5 * 3 && points.iter().all(|point| is_positive(&point["iops"])), "{points:?}");
+    // A prediction stands beside what was fitted: the guest's calls, and the lines between two CPUs.
+    let gain = &guest["ratios"][1];
+    let [low, median, high] = ["low", "median", "high"].map(|key| gain[key].as_f64());
+    ensure!(low.is_some() && low <= median && median <= high, "{gain}");
+    ensure!(study.report["fitted"].as_array().is_some_and(|fitted| fitted.len() == 2), "{}", study.report["fitted"]);
+    for goal in study.array("goals")? {
+        let is_virtual = goal["at"].as_str().is_some_and(|at| at.starts_with("virtual time"));
+        ensure!(!is_virtual || goal["verdict"] == "by-construction", "twice the threads are no finding: {goal}");
+    }
     study.check_exit_code()?;
-    // A point for each of both panels.
-    study.check_picture("<circle", 2 * 3 * 3)
+    // Three gains, and four points of the curves that they imply.
+    study.check_picture("class=\"post\"", 3 + 4)
 }
 
 fn back_end_missing(ground: &ScenarioContext) -> Result<()> {

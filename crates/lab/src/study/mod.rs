@@ -167,7 +167,7 @@ pub fn run(args: &StudyArgs, console: Console) -> Result<ExitCode, StudyError> {
         }
         Study::MultiVq => {
             let report = vq::run(vq::VqLength::new(args.quick), &args.qemu_storage_daemon, args.seed, say)?;
-            publish(args, console, report.verdicts(), || vq::svg::picture(&report), || report.json(), || report.text())
+            publish(args, console, report.verdicts(), || report.picture(), || report.json(), || report.text())
         }
         Study::Premapped if args.device.is_some() => {
             let name = args.device.as_deref().unwrap_or_default();

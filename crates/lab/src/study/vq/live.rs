@@ -13,6 +13,7 @@ use blkyard_sim::Rng;
 use serde::Serialize;
 
 use super::rig::{self, DEPTH, part, tie};
+use super::served::Spread;
 use crate::floor::cpus::{led, together};
 use crate::floor::windows::{Round, Samples, WindowPlan, measure, variant};
 use crate::study::end::JobEnd;
@@ -26,7 +27,6 @@ const WINDOW_NS: u64 = 1_000_000;
 
 /// Nanoseconds for an I/O of all threads together, 10th percentile. `None` without two CPUs.
 #[derive(Clone, Copy, Debug, Serialize)]
-#[expect(clippy::struct_field_names, reason = "a unit comes last, and all have the same")]
 pub(crate) struct VqLive {
     /// One job, one queue, one thread.
     pub(crate) alone_ns: f64,
@@ -36,13 +36,8 @@ pub(crate) struct VqLive {
     pub(crate) own_ns: Option<f64>,
     /// One job and one queue, driver and device on a CPU each.
     pub(crate) apart_ns: Option<f64>,
-}
-
-impl VqLive {
-    /// How many times the IOPS of two jobs two queues make.
-    pub(crate) fn two_queues(&self) -> Option<f64> {
-        Some(self.shared_ns? / self.own_ns?)
-    }
+    /// How many times the IOPS of two jobs two queues make, window by window.
+    pub(crate) two_queues: Option<Spread>,
 }
 
 /// Measures all forms in turn.
@@ -68,18 +63,17 @@ pub(super) fn live(ram: &RamDevice, windows: usize, seed: u64) -> io::Result<VqL
     });
     let two_cpus = pairs.is_ok();
     variants.extend(pairs.into_iter().flatten());
-    let costs: Vec<_> = measure(WindowPlan { window_ns: WINDOW_NS, windows, warm_up: 3 }, &mut variants)
-        .iter()
-        .map(Samples::cost)
-        .collect();
+    let samples = measure(WindowPlan { window_ns: WINDOW_NS, windows, warm_up: 3 }, &mut variants);
     drop(variants);
+    let costs: Vec<_> = samples.iter().map(Samples::cost).collect();
     // I/O in flight completes before the queue is dropped.
     while apart.is_out() {
         device.run_once(&mut (), now_ns());
         apart.collect();
     }
     let of = |place: usize| costs.get(place).copied().filter(|cost| two_cpus && cost.is_finite());
-    Ok(VqLive { alone_ns: costs[0], shared_ns: of(1), own_ns: of(2), apart_ns: of(3) })
+    let two_queues = of(1).and(of(2)).map(|_| Spread::of(&samples[1].over(&samples[2])));
+    Ok(VqLive { alone_ns: costs[0], shared_ns: of(1), own_ns: of(2), apart_ns: of(3), two_queues })
 }
 
 /// A job that keeps its depth out.

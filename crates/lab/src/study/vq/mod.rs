@@ -2,18 +2,22 @@
 //!
 //! Simulated: the costs of driver and device are measured step by step (`steps.rs`), and charged in virtual time on as
 //! many CPUs as there are threads (`world.rs`), with the post's one thread behind all queues and with one for each. The
-//! real queues and rings carry the requests there (`rings.rs`). In real time:
+//! real queues and rings carry the requests there (`rings.rs`), and in a guest of 2014 with kicks and interrupts at
+//! declared costs (`guest.rs`, `guest_costs.rs`), for a share of the post's gains (`gains.rs`). In real time:
 //! the variants that two CPUs can run (`live.rs`), with the code that a daemon and its client run on both sides; driver
 //! and device apart also give the extra cost of a ring between two CPUs. In processes: our driver over a socket, at our
 //! daemon and at another's (`served.rs`).
 
+mod gains;
+mod guest;
+mod guest_costs;
 mod live;
 mod report;
 mod rig;
 mod rings;
 mod served;
 mod steps;
-pub(super) mod svg;
+mod tables;
 mod verdicts;
 mod world;
 
@@ -22,7 +26,7 @@ use std::path::Path;
 use std::thread;
 
 use self::live::VqLive;
-use self::report::VqReport;
+use self::report::{VqFigures, VqReport};
 use self::served::ServedWindows;
 use self::steps::BatchCosts;
 use self::world::{Devices, Prices, VqResult, VqScene, play};
@@ -52,16 +56,33 @@ pub(crate) struct VqLength {
     pub(crate) windows: usize,
     /// I/Os of each point in virtual time.
     pub(crate) ios: u64,
+    /// I/Os of each of the guest's some hundred points.
+    pub(crate) guest_ios: u64,
     /// Windows of each point in separate processes.
     pub(crate) served: ServedWindows,
 }
 
 impl VqLength {
+    /// Seconds on the project's own machine.
+    fn about_s(self) -> u64 {
+        let windows = (self.served.count as u64 + 1) * (COUNTS.len() * COUNTS.len() * served::BACK_ENDS.len()) as u64;
+        let served_s = windows * (self.served.window_ms + 30) / 1000;
+        let simulated_s = self.ios * 60 / 1_500_000 + self.guest_ios * 150 / 1_000_000;
+        // The steps and the real time of live.rs.
+        let measured_s = self.windows as u64 / 12;
+        (served_s + simulated_s + measured_s + 5).next_multiple_of(5)
+    }
+
     pub(crate) fn new(quick: bool) -> VqLength {
         if quick {
-            VqLength { windows: 40, ios: 30_000, served: ServedWindows { count: 3, window_ms: 100 } }
+            VqLength { windows: 40, ios: 30_000, guest_ios: 6_000, served: ServedWindows { count: 3, window_ms: 100 } }
         } else {
-            VqLength { windows: 200, ios: 300_000, served: ServedWindows { count: 15, window_ms: 250 } }
+            VqLength {
+                windows: 200,
+                ios: 300_000,
+                guest_ios: 30_000,
+                served: ServedWindows { count: 15, window_ms: 250 },
+            }
         }
     }
 }
@@ -107,21 +128,45 @@ pub(crate) struct VqPoint {
 /// # Errors
 /// The machine has no memory or threads left, our own daemon does not serve, or a signal came.
 pub(super) fn run(length: VqLength, qemu: &Path, seed: u64, say: impl Fn(String)) -> Result<VqReport, StudyError> {
-    say("measuring the steps of driver and device, and what two CPUs can run ...".into());
+    say(format!("about {} s with all back-ends; four parts", length.about_s()));
+    say("the steps of driver and device, and what two CPUs can run ...".into());
     let costs = measure(length.windows, seed)?;
+    if let Some(two_queues) = costs.live.two_queues {
+        say(format!("done: two threads, two queues over one: {:.2}", two_queues.median));
+    }
+    say("virtual time: a guest ...".into());
+    let guest = gains::analyse(length.guest_ios, seed)?;
+    let [two, four, best] = guest.ratios.map(|ratio| ratio.median);
+    say(format!(
+        "done: two queues over one: {two:.2} with two jobs (calibrated), {four:.2} with four, {best:.2} at best"
+    ));
+    say("virtual time: drivers that poll ...".into());
     let point = |scene: VqScene| -> io::Result<VqPoint> {
         Ok(VqPoint { scene, cpus: scene.cpus(), outcome: play(scene, costs.prices(), length.ios)? })
     };
-    say("virtual time ...".into());
     let grid = [Devices::One, Devices::Each].into_iter().flat_map(|devices| {
         COUNTS.into_iter().flat_map(move |jobs| COUNTS.map(|queues| VqScene { jobs, queues, devices }))
     });
-    let grid = grid.map(point).collect::<Result<_, _>>()?;
+    let grid: Vec<_> = grid.map(point).collect::<Result<_, _>>()?;
     let cpus = CPUS.into_iter().flat_map(on_cpus).map(point).collect::<Result<_, _>>()?;
+    let mut simulated_live = [0.0; LIVE_SCENES.len()];
+    for (iops, scene) in simulated_live.iter_mut().zip(LIVE_SCENES) {
+        *iops = point(scene)?.outcome.iops;
+    }
+    let [two, four, best] = verdicts::ratios(&grid, Devices::One);
+    say(format!("done: with one device thread {two:.2}, {four:.2}, {best:.2}"));
     say("real time, driver and back-end in processes of their own ...".into());
     let served = served::measure(qemu, length.served, seed)?;
-    Ok(VqReport::new(length, seed, costs, grid, cpus, served))
+    Ok(VqReport::new(VqFigures { length, costs, guest, grid, cpus, simulated_live, served }, seed))
 }
+
+/// The forms of `live.rs`, in its order.
+const LIVE_SCENES: [VqScene; 4] = [
+    VqScene { jobs: 1, queues: 1, devices: Devices::Jobs },
+    VqScene { jobs: 2, queues: 1, devices: Devices::Jobs },
+    VqScene { jobs: 2, queues: 2, devices: Devices::Jobs },
+    VqScene { jobs: 1, queues: 1, devices: Devices::Each },
+];
 
 /// The ways to use so many CPUs.
 fn on_cpus(cpus: usize) -> Vec<VqScene> {

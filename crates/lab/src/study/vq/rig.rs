@@ -98,6 +98,22 @@ impl<D> Half<D> {
     {
         self.queue.as_mut().is_some_and(|queue| queue.run_once(cx, now_ns) == PollerState::Busy)
     }
+
+    /// Asks the driver for a kick. True if there is work already.
+    pub(super) fn arm<Cx: ?Sized + SignalEventfd>(&mut self) -> bool
+    where
+        D: Driver<Cx>,
+    {
+        self.queue.as_mut().is_some_and(Poller::<Cx>::arm)
+    }
+
+    /// The driver need not kick any more.
+    pub(super) fn disarm<Cx: ?Sized + SignalEventfd>(&mut self)
+    where
+        D: Driver<Cx>,
+    {
+        self.queue.iter_mut().for_each(Poller::<Cx>::disarm);
+    }
 }
 
 impl<D> Drop for Half<D> {
@@ -146,6 +162,14 @@ impl<Cx: ?Sized + SignalEventfd, D: Driver<Cx>> Driver<Cx> for RingPair<D> {
 
     fn set_memory(&mut self, cx: &mut Cx, memory: &RegionTable) {
         self.front.set_memory(cx, memory);
+    }
+
+    fn arm(&mut self) -> bool {
+        Driver::<Cx>::arm(&mut self.front)
+    }
+
+    fn disarm(&mut self) {
+        Driver::<Cx>::disarm(&mut self.front);
     }
 }
 

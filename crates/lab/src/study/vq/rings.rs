@@ -180,6 +180,24 @@ impl SimulatedQueue {
         let shown = before - std::mem::replace(&mut self.shown, before);
         DeviceRound { offered, taken: self.taken() - before, shown, call: self.signals.take() }
     }
+
+    /// Before the device sleeps: asks for a kick. False if it must not sleep.
+    pub(super) fn device_may_sleep(&mut self) -> bool {
+        !self.device.as_mut().is_some_and(Half::arm::<SignalRecord>)
+    }
+
+    pub(super) fn device_wakes(&mut self) {
+        self.device.iter_mut().for_each(Half::disarm::<SignalRecord>);
+    }
+
+    /// At the end of an interrupt: asks for the next call. False if there are completions already.
+    pub(super) fn driver_may_sleep(&mut self) -> bool {
+        !self.hw.arm::<SignalRecord>()
+    }
+
+    pub(super) fn driver_wakes(&mut self) {
+        self.hw.disarm::<SignalRecord>();
+    }
 }
 
 /// Number of the next simulation: those of several threads have separate folders.

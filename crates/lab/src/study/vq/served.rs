@@ -26,6 +26,7 @@ use crate::bench::{self, BenchArgs, Pattern, ReportFormat};
 use crate::floor::Samples;
 use crate::study::StudyError;
 use crate::study::folder::Folder;
+use crate::study::goals::GoalVerdict;
 
 /// Time limit for a back-end's start, which only binds a socket, on a busy machine.
 const READY_LIMIT: Duration = Duration::from_secs(30);
@@ -63,9 +64,20 @@ pub(crate) struct Spread {
 }
 
 impl Spread {
-    fn of(samples: &Samples) -> Spread {
+    pub(super) fn of(samples: &Samples) -> Spread {
         let [low, median, high] = [10.0, 50.0, 90.0].map(|percent| samples.percentile(percent));
         Spread { median, low, high }
+    }
+
+    /// Whether a value of this spread is at least the limit: decided only if both ends agree.
+    pub(super) fn at_least(&self, limit: f64) -> GoalVerdict {
+        if self.low >= limit {
+            GoalVerdict::Met
+        } else if self.high >= limit {
+            GoalVerdict::Undecided
+        } else {
+            GoalVerdict::Missed
+        }
     }
 }
 
