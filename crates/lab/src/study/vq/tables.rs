@@ -26,10 +26,9 @@ pub(super) fn gains(guest: &GuestAnalysis) -> Part {
     let keys = ["without_lock_growth", "without_kicks", "without_interrupts", "without_calls"];
     let mut part = Part {
         name: "gains",
-        title:
-            "SIMULATED: gain of two queues over one in a guest with one I/O thread behind them, and what is left of it \
+        title: "SIMULATED: gain of two queues over one in a guest with one I/O thread behind them, and the gain \
                 without one of the guest's costs"
-                .into(),
+            .into(),
         columns: vec![
             column("post_percent", "post, %", 0),
             column("here_percent", "here, %", 0),
