@@ -13,6 +13,7 @@ mod neighbour;
 mod parallel;
 mod reader;
 mod rig;
+mod variation;
 
 use std::io;
 

@@ -101,6 +101,7 @@ fn scene(
         seed,
         from_ns: WARM_NS,
         until_ns,
+        wakes_late: false,
     }
 }
 

@@ -19,6 +19,8 @@ use blkyard_mq::{
 use blkyard_sim::{DiskModel, Events, Flash, FlashModel, Keeps, Model, Modelled, ModelledQueue, Rng, RotaryDisk};
 use hdrhistogram::Histogram;
 
+use super::variation::wake_delay_ns;
+
 /// Nanoseconds in a second and in a millisecond.
 pub(super) const S: u64 = 1_000_000_000;
 pub(super) const MS: u64 = 1_000_000;
@@ -42,6 +44,8 @@ pub(super) struct TimesliceScene {
     pub(super) from_ns: u64,
     /// End of the run, if not all submitters have ended before.
     pub(super) until_ns: u64,
+    /// Whether submitters learn of completions as late as threads wake: [`wake_delay_ns`].
+    pub(super) wakes_late: bool,
 }
 
 impl TimesliceScene {
@@ -55,7 +59,7 @@ impl TimesliceScene {
         };
         let queue = HwQueueConfig { depth: model.depth, bios_max: 4096, scheduler, ..HwQueueConfig::default() };
         let model = Model::Disk(Box::new(RotaryDisk::new(model, seed)));
-        TimesliceScene { info, model, queues: vec![queue], seed, from_ns: 0, until_ns: u64::MAX }
+        TimesliceScene { info, model, queues: vec![queue], seed, from_ns: 0, until_ns: u64::MAX, wakes_late: false }
     }
 
     /// Flash of so many sectors, with queues of so many tags each.
@@ -63,7 +67,15 @@ impl TimesliceScene {
         let info = DeviceInfo { capacity_sectors: 1 << 31, volatile_cache: true, fua: true, ..info("flash") };
         let queue = HwQueueConfig { depth, bios_max: 4096, scheduler, ..HwQueueConfig::default() };
         let model = Model::Flash(Box::new(Flash::new(model)));
-        TimesliceScene { info, model, queues: vec![queue; queues], seed: 0, from_ns: 0, until_ns: u64::MAX }
+        TimesliceScene {
+            info,
+            model,
+            queues: vec![queue; queues],
+            seed: 0,
+            from_ns: 0,
+            until_ns: u64::MAX,
+            wakes_late: false,
+        }
     }
 }
 
@@ -213,10 +225,19 @@ struct TimesliceBio {
     since_ns: u64,
 }
 
+/// Why a submitter runs.
+enum Waking {
+    /// A time that it asked for, with its word.
+    Time(u64),
+    /// One of its requests has completed.
+    Ended(TimesliceRequest),
+}
+
 struct TimesliceWorld<'a, 'b> {
     submitters: &'a mut [&'b mut dyn TimesliceSubmitter],
     tallies: Vec<SubmitterTally>,
-    events: Events<(usize, u64)>,
+    events: Events<(usize, Waking)>,
+    wakes_late: bool,
     now_ns: u64,
     lanes: Vec<TimesliceLane>,
     rng: Rng,
@@ -243,7 +264,7 @@ pub(super) fn run(
     scene: TimesliceScene,
     submitters: &mut [&mut dyn TimesliceSubmitter],
 ) -> io::Result<Vec<SubmitterTally>> {
-    let TimesliceScene { info, model, queues, seed, from_ns, until_ns } = scene;
+    let TimesliceScene { info, model, queues, seed, from_ns, until_ns, wakes_late } = scene;
     let region = Region::anonymous((REQUEST_SECTORS_MAX as usize) << SECTOR_SHIFT)?;
     let memory = Arc::new(RegionTable::new(vec![region]));
     let device = Modelled::new(info.clone(), model, Keeps::Nothing)?;
@@ -257,6 +278,7 @@ pub(super) fn run(
         tallies: submitters.iter().map(|_| SubmitterTally::new()).collect(),
         submitters,
         events: Events::default(),
+        wakes_late,
         now_ns: 0,
         lanes: queues.iter().map(lane).collect(),
         rng: Rng::new(seed),
@@ -278,7 +300,7 @@ pub(super) fn run(
 
 impl TimesliceWorld<'_, '_> {
     fn run(&mut self) {
-        (0..self.submitters.len()).for_each(|who| self.events.at(0, (who, 0)));
+        (0..self.submitters.len()).for_each(|who| self.events.at(0, (who, Waking::Time(0))));
         while !self.submitters.iter().all(|submitter| submitter.is_over()) {
             let next = self.next_turn();
             let lane_ns = next.map_or(u64::MAX, |(due_ns, _)| due_ns);
@@ -293,8 +315,11 @@ impl TimesliceWorld<'_, '_> {
             self.now_ns = next_ns;
             // Submitters that wake now make requests before queues run, so that concurrent requests form a plug.
             if wake_ns <= lane_ns {
-                if let Some((who, word)) = self.events.advance() {
-                    self.drive(who, |submitter, hands| submitter.wake(word, hands));
+                if let Some((who, why)) = self.events.advance() {
+                    self.drive(who, |submitter, hands| match why {
+                        Waking::Time(word) => submitter.wake(word, hands),
+                        Waking::Ended(request) => submitter.ended(&request, hands),
+                    });
                 }
             } else if let Some((_, lane)) = next {
                 self.turn(lane);
@@ -345,6 +370,10 @@ impl TimesliceWorld<'_, '_> {
         if self.now_ns >= self.from_ns {
             self.tallies[who].add(&request, self.now_ns - since_ns);
         }
+        if self.wakes_late {
+            let at_ns = self.now_ns + wake_delay_ns(&mut self.rng);
+            return self.events.at(at_ns, (who, Waking::Ended(request)));
+        }
         self.drive(who, |submitter, hands| submitter.ended(&request, hands));
     }
 
@@ -352,7 +381,7 @@ impl TimesliceWorld<'_, '_> {
     fn drive(&mut self, who: usize, what: impl FnOnce(&mut dyn TimesliceSubmitter, &mut Hands<'_>)) {
         let TimesliceWorld { submitters, rng, requests, wakes, now_ns, .. } = self;
         what(submitters[who], &mut Hands { now_ns: *now_ns, rng, requests, wakes });
-        self.wakes.drain(..).for_each(|(at_ns, word)| self.events.at(at_ns, (who, word)));
+        self.wakes.drain(..).for_each(|(at_ns, word)| self.events.at(at_ns, (who, Waking::Time(word))));
         let mut requests = std::mem::take(&mut self.requests);
         requests.drain(..).for_each(|request| self.submit(who, request));
         self.requests = requests;
@@ -422,6 +451,7 @@ mod tests {
             seed: 1,
             from_ns: 0,
             until_ns: S + S / 2,
+            wakes_late: false,
         };
         let request = TimesliceRequest { sectors: 8, ..TimesliceRequest::default() };
         let [mut first, mut second, mut never] =
