@@ -74,7 +74,13 @@ fn run() -> ExitCode {
             };
         }
     };
-    log::install(if cli.verbose { tracing::Level::DEBUG } else { tracing::Level::INFO });
+    let level = match cli.command {
+        _ if cli.verbose => tracing::Level::DEBUG,
+        // Connects and ends many back-ends, about which its report says what matters.
+        Command::Study(_) => tracing::Level::ERROR,
+        _ => tracing::Level::INFO,
+    };
+    log::install(level);
     match cli.command {
         Command::Serve(args) => {
             let words = matches.subcommand_matches("serve").map(words).unwrap_or_default();
