@@ -1,19 +1,29 @@
-//! The queues of a Linux guest's virtio-blk driver: the maximum number, in both ring formats.
+//! The queues of a Linux guest's virtio-blk driver: the maximum number, in both ring formats; and how a guest's own fio
+//! goes on them.
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 
 use super::{Image, KIB, MIB, RunsIn, Scenario, ScenarioContext, control};
 use crate::server::OfferedDevice;
 use crate::vm::Vm;
 
-pub const SCENARIOS: &[Scenario] = &[Scenario {
-    name: "queues-guest",
-    sentence: "a guest writes and verifies disks of 1, 2, 4 and 16 queues, split and packed, through every queue of each",
-    place: RunsIn::Guest,
-    ours: true,
-    tell: guest,
-}];
+pub const SCENARIOS: &[Scenario] = &[
+    Scenario {
+        name: "queues-guest",
+        sentence: "a guest writes and verifies disks of 1, 2, 4 and 16 queues, split and packed, through every queue of each",
+        place: RunsIn::Guest,
+        ours: true,
+        tell: guest,
+    },
+    Scenario {
+        name: "queues-fio",
+        sentence: "a guest's fio reads with 1, 2 and 4 jobs from disks of 1, 2 and 4 queues without an error, through every queue",
+        place: RunsIn::Guest,
+        ours: true,
+        tell: fio,
+    },
+];
 
 /// Queues of each disk; disks with packed rings come first.
 const QUEUES: [u16; 8] = [1, 2, 4, 16, 1, 2, 4, 16];
@@ -88,5 +98,74 @@ fn guest(ground: &ScenarioContext) -> Result<()> {
         let fine = (share..share + 64 * KIB).contains(&allocated);
         ensure!(fine, "{} has {allocated} bytes and not {share}", image.path.display());
     }
+    Ok(())
+}
+
+/// Jobs, and queues of the disks: the grid of the study `multi-vq`.
+const JOBS: [usize; 3] = [1, 2, 4];
+const FIO_QUEUES: [u16; 3] = [1, 2, 4];
+
+/// The study's load. Job `n` runs on a CPU of queue `n` modulo their number, and no two on one CPU.
+const FIO_TASK: &str = "set -e
+    modprobe virtio_blk
+    cd /tmp
+    for jobs in 1 2 4; do
+        for disk in vda vdb vdc; do
+            queues=$(ls /sys/block/$disk/mq | wc -l)
+            list=
+            for job in $(seq 0 $((jobs - 1))); do
+                cpus=/sys/block/$disk/mq/$((job % queues))/cpu_list
+                cpu=$(tr -d ' ' <$cpus | cut -d , -f $((job / queues + 1)))
+                list=\"$list --name=job$job --cpus_allowed=$cpu\"
+            done
+            fio --filename=/dev/$disk --direct=1 --ioengine=libaio --thread --group_reporting --rw=randread --bs=4k \
+                --iodepth=64 --norandommap --time_based --runtime=4 --output-format=terse --output=found $list
+            echo cell $jobs $queues $(cut -d ';' -f 5,8 found | tr ';' ' ')
+        done
+    done
+    echo finished
+    sleep 1000";
+
+/// Without KVM the guest's CPUs are threads of an emulator that share the machine's, so a rate says nothing about a
+/// rate of the study's: the figures are printed, and nothing is required of them.
+fn fio(ground: &ScenarioContext) -> Result<()> {
+    let mut vm = Vm::new(ground.guest, 4);
+    let mut exports = Vec::new();
+    for queues in FIO_QUEUES {
+        // Of different sizes, since disks of one name are one disk.
+        let export = ground.export(OfferedDevice::Ram(64 * u32::from(queues)), &format!("{queues}.sock"), queues);
+        vm = vm.disk(&export.socket, queues);
+        exports.push(export);
+    }
+    let server = control::serve(ground, &exports)?;
+    let mut machine = vm.start(FIO_TASK)?;
+    machine.wait_for_output(|output| output.contains("finished")).context("of fio's reads")?;
+    let output = machine.output();
+    let mut cells = output.lines().filter_map(|line| line.strip_prefix("cell "));
+    let mut found = Vec::new();
+    for jobs in JOBS {
+        let mut rates = Vec::new();
+        for queues in FIO_QUEUES {
+            let cell = cells.next().with_context(|| format!("no cell of {jobs} jobs, {queues} queues:\n{output}"))?;
+            let numbers: Vec<usize> = cell.split(' ').filter_map(|number| number.parse().ok()).collect();
+            let [has_jobs, has_queues, errors, iops] = numbers[..] else { bail!("fio says {cell}:\n{output}") };
+            ensure!((has_jobs, has_queues) == (jobs, usize::from(queues)), "another cell: {cell}");
+            ensure!(errors == 0 && iops > 0, "{jobs} jobs, {queues} queues: error {errors}, {iops} IOPS");
+            rates.push(iops.to_string());
+        }
+        found.push(format!("{jobs} jobs {}", rates.join(", ")));
+    }
+    let tree = control::tree_when(ground, "every queue's counters", control::all_answered)?;
+    for (number, queues) in FIO_QUEUES.into_iter().enumerate() {
+        let all = tree["exports"][number]["queues"].as_array().context("an export without queues")?;
+        ensure!(all.len() == usize::from(queues), "export {number} has {} queues", all.len());
+        for queue in all {
+            let bytes = queue.pointer("/ops/read/bytes").and_then(Value::as_u64);
+            ensure!(bytes > Some(MIB), "four jobs read through each queue, and not through this one:\n{queue:#}");
+        }
+    }
+    drop(machine);
+    server.stop()?;
+    ground.measured(format!("IOPS on 1, 2, 4 queues, an emulated guest: {}", found.join("; ")));
     Ok(())
 }
