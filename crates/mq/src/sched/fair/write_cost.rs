@@ -18,9 +18,11 @@ pub(super) struct WriteCost {
     price: u64,
 }
 
-/// Price of a write behind one that ended at `position`, bytes.
+/// Price of a write behind one that ended at `position`, bytes. What moves no data costs time, too, and has the price of
+/// a seek.
 pub(super) fn price(bio: &Bio, position: u64) -> u64 {
-    bio.moves_bytes() + if bio.sector == position { 0 } else { SEEK_PRICE as u64 }
+    let bytes = bio.moves_bytes();
+    if bytes > 0 && bio.sector == position { bytes } else { bytes + SEEK_PRICE as u64 }
 }
 
 impl WriteCost {
@@ -44,4 +46,33 @@ impl WriteCost {
 fn scale(amount: u64, by: u64, of: u64) -> u64 {
     let scaled = u128::from(amount) * u128::from(by) / u128::from(of.max(1));
     scaled.try_into().unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Op;
+
+    fn bio(op: Op, sector: u64) -> Box<Bio> {
+        let mut bio = Bio::with_capacity(0);
+        (bio.op, bio.sector, bio.sectors) = (op, sector, 8);
+        bio
+    }
+
+    #[test]
+    fn nothing_is_free() {
+        let seek = SEEK_PRICE as u64;
+        assert_eq!(price(&bio(Op::Write, 8), 8), 4096);
+        assert_eq!(price(&bio(Op::Write, 16), 8), 4096 + seek);
+        assert_eq!(price(&bio(Op::Discard, 8), 8), seek);
+    }
+
+    #[test]
+    fn the_time_of_all_writes_is_divided_by_price() {
+        let mut cost = WriteCost::default();
+        assert_eq!(cost.wrote(1000, 50), 50);
+        cost.lost(150);
+        // A turn with three quarters of the price pays three quarters of 50 + 150 + 200 ns.
+        assert_eq!(cost.wrote(3000, 200), 300);
+    }
 }
