@@ -604,12 +604,14 @@ impl Scheduler for Fair {
         }
         self.depth.ended(cost(bio), now_ns);
         if self.config.device == FairDevice::Measured {
-            let (company, in_a_row) = (self.depth.has_company(), !mixes);
-            let Bio { sector, sectors, .. } = *bio;
-            if bio.op != Op::Read {
+            if bio.op == Op::Read {
+                let (company, in_a_row) = (self.depth.has_company(), !mixes);
+                let Bio { sector, sectors, .. } = *bio;
+                if self.device.read(DeviceRead { sector, sectors, start_ns, now_ns, company, in_a_row }) {
+                    self.change_kind(now_ns);
+                }
+            } else {
                 self.device.disturb();
-            } else if self.device.read(DeviceRead { sector, sectors, start_ns, now_ns, company, in_a_row }) {
-                self.change_kind(now_ns);
             }
         }
     }
