@@ -18,8 +18,8 @@ pub(super) struct WriteCost {
     price: u64,
 }
 
-/// Price of a write behind one that ended at `position`, bytes. What moves no data costs time, too, and has the price of
-/// a seek.
+/// Price of a write behind one that ended at `position`, bytes. What moves no data costs time, too, and has the price
+/// of a seek.
 pub(super) fn price(bio: &Bio, position: u64) -> u64 {
     let bytes = bio.moves_bytes();
     if bytes > 0 && bio.sector == position { bytes } else { bytes + SEEK_PRICE as u64 }
