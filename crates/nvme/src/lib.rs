@@ -13,8 +13,8 @@
 //! Control: [`HostController`] brings up, monitors, resets and removes a controller over a [`ControllerTransport`].
 //! [`Controller`] is the other side: registers, admin commands, I/O queues.
 //!
-//! Fabrics: [tcp] has queues over TCP connections, [fabrics] their commands, [`DiscoveryLog`] the log of a discovery
-//! service.
+//! Fabrics: [tcp] has queues over TCP connections, [fabrics] their commands, [auth] the authentication of both sides,
+//! [`DiscoveryLog`] the log of a discovery service.
 //!
 //! This crate does no I/O, starts no thread, reads no clock and makes no system call.
 //!
@@ -23,6 +23,7 @@
 #![forbid(unsafe_code)]
 
 mod ana;
+pub mod auth;
 mod controller;
 mod cqe;
 mod cross_reset;
@@ -66,7 +67,7 @@ pub use discovery::{
 pub use dma::{DmaMap, DmaMapError, DmaRange, DmaSegment, RegionSet};
 pub use doorbell::{Doorbells, ShadowDoorbells};
 pub use fabrics_host::{
-    DISCOVERY_SERVICES_MAX, DiscoveryService, DiscoveryWalk, FabricsConnect, FabricsData, FabricsHost,
+    DISCOVERY_SERVICES_MAX, DiscoveryService, DiscoveryWalk, FabricsConnect, FabricsData, FabricsHost, FabricsHostAuth,
     FabricsHostConfig, FabricsHostError, FabricsHostEvent, FabricsIoQueue, FabricsIoQueueOptions, FabricsQueueCommand,
     FabricsQueueReport, StreamRequest,
 };
