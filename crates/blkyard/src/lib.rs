@@ -11,6 +11,7 @@
 pub mod nvme;
 pub mod rate;
 pub mod scheduler;
+pub mod secrets;
 pub mod spec;
 pub mod tracker;
 

@@ -61,7 +61,8 @@ pub struct ServeArgs {
     ///
     /// nvme-tcp://HOST:PORT/NQN, a namespace of an NVMe controller over TCP: namespace=N, queues=N, poll_queues=N,
     /// queue_size=N, header_digest=on|off, data_digest=on|off, timeout_s=N, keep_alive_s=N, reconnect_delay_s=N,
-    /// ctrl_loss_s=N, fast_io_fail_s=N, host_nqn=NQN.
+    /// ctrl_loss_s=N, fast_io_fail_s=N, host_nqn=NQN, secret=FILE (this host's secret, for targets that ask for it),
+    /// ctrl_secret=FILE (the target's, which must then authenticate itself).
     ///
     /// nvme:/dev/ngXnY, a namespace of the kernel's NVMe driver, by passthrough: readonly=on|off, poll=on|off (poll for
     /// completions in the driver's poll queues).
@@ -105,7 +106,9 @@ pub struct ServeArgs {
     /// such as SPDK; pci_id=VENDOR:DEVICE of the controller, hexadecimal (default: 4e58:0001).
     ///
     /// nvme-tcp only: nqn=NQN of the subsystem (default: from the names of machine and serial number), hosts=NQN,...
-    /// that may connect (default: any), referrals=ADDRESS:PORT,... of other discovery services, remote=on to allow an
+    /// that may connect (default: any), secrets=FILE with a line for each host that is authenticated (NQN, its secret
+    /// as made by blkyard nvme gen-dhchap-key, and the target's own if it is to authenticate itself; other hosts only
+    /// by hosts=), referrals=ADDRESS:PORT,... of other discovery services, remote=on to allow an
     /// address that other machines reach, queues=N of all hosts together (default: 32). No mode and group.
     #[arg(long, value_name = "SPEC")]
     pub export: Vec<String>,

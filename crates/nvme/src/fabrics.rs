@@ -1,10 +1,11 @@
-//! Fabrics commands: Connect with its data, Property Get and Set, Disconnect.
+//! Fabrics commands: Connect with its data, Authentication Send and Receive, Property Get and Set, Disconnect.
 //!
 //! Formats of both sides, without state. A target parses a command with [`FabricsCommand::parse`], a host makes one
 //! with [`FabricsCommand::sqe`]. Which properties and controllers exist is the caller's business.
 
 use std::fmt;
 
+use crate::auth::{AUTH_PROTOCOL, AUTH_PROTOCOL_SPECIFIC};
 use crate::{NvmeStatus, Psdt, Sqe};
 
 /// Opcode of all fabrics commands, on admin and I/O queues.
@@ -25,6 +26,8 @@ mod fctype {
     pub const PROPERTY_SET: u8 = 0x00;
     pub const CONNECT: u8 = 0x01;
     pub const PROPERTY_GET: u8 = 0x04;
+    pub const AUTH_SEND: u8 = 0x05;
+    pub const AUTH_RECEIVE: u8 = 0x06;
     pub const DISCONNECT: u8 = 0x08;
 }
 
@@ -42,9 +45,17 @@ pub mod fabrics_status {
     pub const RESTART_DISCOVERY: NvmeStatus = NvmeStatus(0x183);
     /// Connect: the host is not allowed.
     pub const INVALID_HOST: NvmeStatus = NvmeStatus(0x184);
+    /// The host is to be authenticated first.
+    pub const AUTHENTICATION_REQUIRED: NvmeStatus = NvmeStatus(0x191);
     /// The command is for another type of queue.
     pub const INVALID_QUEUE_TYPE: NvmeStatus = NvmeStatus(0x185);
 }
+
+/// Bits of the result of a Connect beside the controller identifier: the host is to be authenticated, and on a secure
+/// channel (AUTHREQ: ATR, ASCR).
+pub const CONNECT_AUTHENTICATION: u64 = 1 << 17;
+/// See [`CONNECT_AUTHENTICATION`].
+pub const CONNECT_SECURE_CHANNEL: u64 = 1 << 18;
 
 /// Width of a property.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -89,9 +100,16 @@ pub enum FabricsCommand {
     },
     /// Makes a queue; with [`ConnectData`].
     Connect(ConnectCommand),
+    /// Sends a message of an authentication, of so many bytes.
+    AuthSend(u32),
+    /// Receives a message of an authentication, into so many bytes.
+    AuthReceive(u32),
     /// Ends an I/O queue.
     Disconnect,
 }
+
+/// The protocol of Authentication Send and Receive: SPSP0, SPSP1 and SECP behind a reserved byte.
+const AUTH_WORD: u32 = u32::from_le_bytes([0, AUTH_PROTOCOL_SPECIFIC[0], AUTH_PROTOCOL_SPECIFIC[1], AUTH_PROTOCOL]);
 
 impl FabricsCommand {
     /// Parses a command of opcode 7Fh; the status of one that is refused.
@@ -117,6 +135,9 @@ impl FabricsCommand {
                 no_flow_control: sqe.0[5] >> 48 & 4 != 0,
                 keep_alive_ms: sqe.0[6] as u32,
             })),
+            fctype::AUTH_SEND | fctype::AUTH_RECEIVE if sqe.0[5] as u32 != AUTH_WORD => Err(NvmeStatus::INVALID_FIELD),
+            fctype::AUTH_SEND => Ok(FabricsCommand::AuthSend(offset)),
+            fctype::AUTH_RECEIVE => Ok(FabricsCommand::AuthReceive(offset)),
             fctype::DISCONNECT => Ok(FabricsCommand::Disconnect),
             _ => Err(NvmeStatus::INVALID_OPCODE),
         }
@@ -140,6 +161,12 @@ impl FabricsCommand {
                 let attributes = if no_flow_control { 4 } else { 0 };
                 let word = u64::from(qid) << 16 | u64::from(sq_size) << 32 | attributes << 48;
                 command(fctype::CONNECT, word, keep_alive_ms.into())
+            }
+            FabricsCommand::AuthSend(bytes) => {
+                command(fctype::AUTH_SEND, u64::from(AUTH_WORD) | u64::from(bytes) << 32, 0)
+            }
+            FabricsCommand::AuthReceive(bytes) => {
+                command(fctype::AUTH_RECEIVE, u64::from(AUTH_WORD) | u64::from(bytes) << 32, 0)
             }
             FabricsCommand::Disconnect => command(fctype::DISCONNECT, 0, 0),
         }
@@ -270,6 +297,8 @@ mod tests {
         let connect = ConnectCommand { qid: 0x0102, sq_size: 127, no_flow_control: true, keep_alive_ms: 5000 };
         let parts: &[(usize, &[u8])] = &[(42, &[2, 1]), (44, &[127, 0]), (46, &[4]), (48, &[0x88, 0x13])];
         expect(FabricsCommand::Connect(connect), 1, parts);
+        expect(FabricsCommand::AuthSend(0x0201), 5, &[(41, &[1, 1, 0xe9, 1, 2])]);
+        expect(FabricsCommand::AuthReceive(0x0201), 6, &[(41, &[1, 1, 0xe9, 1, 2])]);
         expect(FabricsCommand::Disconnect, 8, &[]);
     }
 
@@ -284,7 +313,10 @@ mod tests {
         assert_eq!(sqe(4, 7), Err(NvmeStatus::INVALID_FIELD));
         assert_eq!(sqe(1, 1), Err(fabrics_status::INCOMPATIBLE_FORMAT));
         assert_eq!(sqe(8, 0x100), Err(fabrics_status::INCOMPATIBLE_FORMAT));
-        for kind in [2, 3, 5, 6, 7, 0x10, 0xff] {
+        for (kind, word) in [(5, 0), (5, 0xe901_0101), (6, 0xe902_0100), (6, 0xe801_0100)] {
+            assert_eq!(sqe(kind, word), Err(NvmeStatus::INVALID_FIELD), "{kind:x} {word:x}");
+        }
+        for kind in [2, 3, 7, 0x10, 0xff] {
             assert_eq!(sqe(kind, 0), Err(NvmeStatus::INVALID_OPCODE), "{kind:x}");
         }
     }

@@ -12,6 +12,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+use crate::auth::{AuthTarget, HostSecrets};
 use crate::fabrics::{
     ANY_CONTROLLER, CONNECT_BYTES, ConnectCommand, ConnectData, DISCOVERY_NQN, InvalidParameter, Nqn, fabrics_status,
 };
@@ -36,6 +37,8 @@ pub struct SubsystemOptions {
     pub nqn: Nqn,
     /// Hosts that may connect; unset for any.
     pub hosts: Option<Vec<Nqn>>,
+    /// Hosts that are to be authenticated; unset for none.
+    pub auth: Option<HostSecrets>,
     /// Properties of its I/O controllers. The controller identifier is that of the first one.
     pub controller: ControllerOptions,
     /// Maximum associations.
@@ -148,6 +151,8 @@ pub struct FabricsSubsystem {
     next: u16,
     /// Number of controllers so far.
     instances: u64,
+    /// Number of authentications so far.
+    authentications: u64,
 }
 
 impl FabricsSubsystem {
@@ -162,7 +167,16 @@ impl FabricsSubsystem {
         assert!((1..=FabricsSubsystem::CONTROLLER_IDS).contains(&options.controllers_max), "{options:?}");
         let Some(discovery) = Nqn::new(DISCOVERY_NQN) else { unreachable!("it is a name") };
         let log = Arc::new(options.discovery.clone());
-        FabricsSubsystem { options, discovery, log, namespaces, associations: BTreeMap::new(), next: 0, instances: 0 }
+        FabricsSubsystem {
+            options,
+            discovery,
+            log,
+            namespaces,
+            associations: BTreeMap::new(),
+            next: 0,
+            instances: 0,
+            authentications: 0,
+        }
     }
 
     /// Its options.
@@ -183,6 +197,16 @@ impl FabricsSubsystem {
     /// Removes an association, whose queues are stopped.
     pub fn remove(&mut self, id: u16) {
         self.associations.remove(&id);
+    }
+
+    /// The authentication of the host of an association, on one of its queues. `None` if it needs none.
+    pub fn authentication(&mut self, id: u16) -> Option<AuthTarget> {
+        let association = self.associations.get(&id).filter(|association| !association.is_discovery)?;
+        let HostSecrets { hosts, seed } = self.options.auth.as_ref()?;
+        let secrets = Arc::clone(hosts.get(&association.host)?);
+        self.authentications += 1;
+        let (host, subsystem) = (association.host.clone(), self.options.nqn.clone());
+        Some(AuthTarget::new(host, subsystem, secrets, seed, self.authentications))
     }
 
     /// Replaces the discovery log of later associations.

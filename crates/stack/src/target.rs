@@ -152,6 +152,7 @@ impl WorldTarget {
             let options = SubsystemOptions {
                 nqn: nqn.clone(),
                 hosts: None,
+                auth: None,
                 controller,
                 controllers_max: 64,
                 admin_entries: ADMIN_ENTRIES,

@@ -14,6 +14,7 @@ mod foreign;
 mod guest;
 mod numa;
 mod nvme;
+mod nvme_auth;
 mod nvme_cli;
 mod nvme_ng;
 mod nvme_tcp;
@@ -83,6 +84,7 @@ pub fn all() -> impl Iterator<Item = &'static Scenario> {
         .chain(nvme_cli::SCENARIOS)
         .chain(nvme_ng::SCENARIOS)
         .chain(nvme_tcp::SCENARIOS)
+        .chain(nvme_auth::SCENARIOS)
 }
 
 /// A requirement of a scenario that this machine lacks; the scenario is skipped.

@@ -52,8 +52,8 @@ pub const SCENARIOS: &[Scenario] = &[
     },
 ];
 
-const NQN: &str = "nqn.2026-11.test:disk";
-const HOST_NQN: &str = "nqn.2026-11.test:host";
+pub(super) const NQN: &str = "nqn.2026-11.test:disk";
+pub(super) const HOST_NQN: &str = "nqn.2026-11.test:host";
 
 fn restart(ground: &ScenarioContext) -> Result<()> {
     const KILLS: usize = 2;
@@ -330,7 +330,7 @@ fn policies(ground: &ScenarioContext) -> Result<()> {
 
 /// A free port of 127.0.0.1, the only address of this machine that a guest's user network reaches. It is below those
 /// that the kernel gives to connections, so that none of theirs takes it before the target does.
-fn guest_port(number: u16) -> Result<u16> {
+pub(super) fn guest_port(number: u16) -> Result<u16> {
     let first = 10_000 + (std::process::id() % 5_000) as u16 * 4 + 2 * number;
     let mut free = (first..first + 2).filter(|port| TcpListener::bind((Ipv4Addr::LOCALHOST, *port)).is_ok());
     free.next().with_context(|| format!("ports {first} and {} of 127.0.0.1 are in use", first + 1))

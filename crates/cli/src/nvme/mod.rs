@@ -8,6 +8,7 @@
 mod bits;
 mod discover;
 mod features;
+mod gen_key;
 mod identify;
 mod json;
 mod list;
@@ -54,6 +55,8 @@ pub enum NvmeSubcommand {
     List(ListArgs),
     /// Show the subsystems that a discovery service names.
     Discover(discover::DiscoverArgs),
+    /// Make a secret for the authentication of a host or a target.
+    GenDhchapKey(gen_key::GenKeyArgs),
     /// Show what a controller is and supports.
     IdCtrl(IdentifyArgs),
     /// Show size and format of a namespace.
@@ -231,6 +234,7 @@ pub fn run(args: &NvmeArgs) -> Result<ExitCode, NvmeCommandError> {
     let output = match &args.command {
         NvmeSubcommand::List(args) => list(args)?,
         NvmeSubcommand::Discover(args) => discover::run(args)?,
+        NvmeSubcommand::GenDhchapKey(args) => gen_key::run(args)?,
         NvmeSubcommand::IdCtrl(args) => controller(args)?,
         NvmeSubcommand::IdNs(args) => namespace(args)?,
         NvmeSubcommand::SmartLog(args) => smart_log(args)?,

@@ -4,6 +4,7 @@
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 
+use blkyard_nvme::auth::{AUTH_MESSAGE_BYTES_MAX, AuthHost, AuthStep};
 use blkyard_nvme::fabrics::{
     ANY_CONTROLLER, CONNECT_BYTES, ConnectCommand, ConnectData, FabricsCommand, Nqn, PropertySize,
 };
@@ -148,6 +149,24 @@ impl TcpQueue {
         let (subsystem, host) = (nqn(subsystem), nqn(host));
         ConnectData { host_id: [3; 16], controller_id: controller, subsystem, host }.write(&mut data);
         self.run(FabricsCommand::Connect(connect).sqe(), &data, 0)
+    }
+
+    /// Authenticates itself; the step at which that ends.
+    pub fn authenticate(&mut self, mut auth: AuthHost) -> AuthStep {
+        let mut step = AuthStep::Send(auth.begin());
+        loop {
+            step = match step {
+                AuthStep::Send(message) => {
+                    self.succeed(FabricsCommand::AuthSend(message.len() as u32).sqe(), &message, 0);
+                    auth.sent()
+                }
+                AuthStep::Receive => {
+                    let room = AUTH_MESSAGE_BYTES_MAX as u32;
+                    auth.received(&self.succeed(FabricsCommand::AuthReceive(room).sqe(), &[], room))
+                }
+                end => return end,
+            };
+        }
     }
 
     pub fn write(&mut self, nsid: u32, block: u64, data: &[u8]) {

@@ -25,6 +25,7 @@ mod many_exports;
 mod multipath;
 mod nvme;
 mod nvme_abort;
+mod nvme_auth;
 mod nvme_exports;
 #[path = "../common/nvme_guest.rs"]
 mod nvme_guest;

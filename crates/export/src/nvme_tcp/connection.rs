@@ -5,9 +5,10 @@ use std::io;
 use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
+use blkyard_nvme::auth::AuthTarget;
 use blkyard_nvme::fabrics::ConnectCommand;
 use blkyard_nvme::tcp::{SendList, TcpAdminEvent, TcpAdminQueue, TcpEnd, TcpTargetOptions};
-use blkyard_nvme::{AdminCompletion, NvmeStatus};
+use blkyard_nvme::{AdminCompletion, ConnectedQueue, NvmeStatus};
 use blkyard_sys::{Epoll, EventFlags, Registered};
 
 use super::socket::{Arrived, BufferedSocket};
@@ -15,7 +16,7 @@ use super::{IN_CAPSULE_BYTES, TRANSFER_BYTES};
 
 /// Bytes received at once: a few admin commands, so that no connection delays the others.
 const RECEIVE_BYTES: usize = 8 << 10;
-/// Time for ICReq and Connect.
+/// Time for ICReq and Connect, and then for the authentication.
 const CONNECT_TIME: Duration = Duration::from_secs(10);
 /// Time for a peer to see a TermReq and to close.
 const CLOSE_TIME: Duration = Duration::from_secs(1);
@@ -26,6 +27,19 @@ pub(super) struct WaitingConnect {
     pub(super) slot: u16,
     pub(super) command: ConnectCommand,
     pub(super) data: Vec<u8>,
+    /// The last answer of the authentication, which has taken place: it is given in place of that to the Connect.
+    pub(super) answer: Option<AdminCompletion>,
+}
+
+/// What follows once the host of a connection is authenticated.
+#[derive(Debug)]
+pub(super) enum AfterAuth {
+    /// It is the admin queue of the new controller.
+    Admin,
+    /// It is this I/O queue.
+    Io(ConnectedQueue, WaitingConnect),
+    /// The association before ends, and a new one begins.
+    Replace(WaitingConnect),
 }
 
 /// What a connection is.
@@ -35,6 +49,8 @@ pub(super) enum ConnectionPhase {
     New,
     /// A Connect waits.
     Connecting(WaitingConnect),
+    /// The host of this controller is being authenticated.
+    Authenticating(u16, Box<AfterAuth>),
     /// The admin queue of this controller.
     Admin(u16),
     /// Ended: its peer is to close.
@@ -47,6 +63,8 @@ pub(super) struct TargetConnection {
     socket: Registered<BufferedSocket>,
     pub(super) queue: TcpAdminQueue,
     pub(super) phase: ConnectionPhase,
+    /// The authentication that is going on.
+    pub(super) auth: Option<AuthTarget>,
     pub(super) local: SocketAddr,
     pub(super) peer: SocketAddr,
     list: SendList,
@@ -101,6 +119,7 @@ impl TargetConnection {
             socket,
             queue,
             phase: ConnectionPhase::New,
+            auth: None,
             local,
             peer,
             list: SendList::new(SendList::PIECES_MIN),
@@ -146,6 +165,13 @@ impl TargetConnection {
     /// Answers a command without data.
     pub(super) fn respond(&mut self, slot: u16, status: NvmeStatus, result: u64) {
         self.queue.complete(AdminCompletion { slot, status, result, data: Vec::new() });
+    }
+
+    /// Begins an authentication, in the time that there is for one.
+    pub(super) fn authenticate(&mut self, auth: AuthTarget, id: u16, then: AfterAuth, now: Instant) {
+        self.auth = Some(auth);
+        self.phase = ConnectionPhase::Authenticating(id, Box::new(then));
+        self.until = Some(now + CONNECT_TIME);
     }
 
     /// Sends what is to be sent, as far as the kernel takes it.

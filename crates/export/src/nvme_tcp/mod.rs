@@ -4,7 +4,7 @@
 //! queues are client queues on their lanes. Formats are in `wire`, and what commands mean is in `nvme`; `core` does not
 //! depend on this module. See `docs/adr/0054-an-nvme-tcp-target.md`.
 //!
-//! Left out: reservations, authentication, TLS, in-band changes of namespaces.
+//! Left out: reservations, TLS, in-band changes of namespaces.
 
 mod ana;
 mod connection;
@@ -19,6 +19,7 @@ use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
 
 use blkyard_mq::DeviceInfo;
+use blkyard_nvme::auth::HostSecrets;
 use blkyard_nvme::fabrics::Nqn;
 use blkyard_nvme::tcp::TcpIoQueueOptions;
 use blkyard_nvme::{
@@ -64,6 +65,8 @@ pub struct NvmeTcpDisk {
     pub(crate) nqn: Nqn,
     pub(crate) serial: String,
     pub(crate) hosts: Option<Vec<Nqn>>,
+    /// Hosts that are authenticated.
+    pub(crate) auth: Option<HostSecrets>,
     pub(crate) referrals: Vec<SocketAddr>,
     /// All ports of the subsystem.
     pub(crate) ports: Arc<PortDirectory>,
@@ -91,6 +94,7 @@ impl NvmeTcpDisk {
             nqn,
             serial: serial.into(),
             hosts: None,
+            auth: None,
             referrals: Vec::new(),
             ports: Arc::default(),
             ana: None,
@@ -119,6 +123,12 @@ impl NvmeTcpDisk {
     #[must_use]
     pub fn with_hosts(self, hosts: Vec<Nqn>) -> NvmeTcpDisk {
         NvmeTcpDisk { hosts: Some(hosts), ..self }
+    }
+
+    /// The same, with hosts that are to be authenticated: each queue of theirs, but not with the discovery service.
+    #[must_use]
+    pub fn with_auth(self, auth: HostSecrets) -> NvmeTcpDisk {
+        NvmeTcpDisk { auth: Some(auth), ..self }
     }
 
     /// The same, with other discovery services in its discovery log.
@@ -275,6 +285,7 @@ fn subsystem_options(disk: &NvmeTcpDisk) -> SubsystemOptions {
     SubsystemOptions {
         nqn: disk.nqn.clone(),
         hosts: disk.hosts.clone(),
+        auth: disk.auth.clone(),
         controller,
         controllers_max: CONTROLLERS_MAX,
         admin_entries: ADMIN_ENTRIES,

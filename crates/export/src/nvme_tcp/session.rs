@@ -9,6 +9,7 @@
 //! The controller is gone when the last of those is back.
 
 mod associations;
+mod authentication;
 mod connections;
 mod handover;
 mod queues;
@@ -225,7 +226,7 @@ impl NvmeTcpSession {
         let is_busy = !ready.is_empty();
         for ready in ready {
             match ready.token {
-                LISTENER => self.accept(now),
+                LISTENER => self.accept(now)?,
                 QUEUES => {
                     for number in self.ended.get().take() {
                         self.end_queue(number)?;
@@ -241,7 +242,7 @@ impl NvmeTcpSession {
             self.accepts_from = None;
             // Without memory for that, no connection is accepted until the next pause ends.
             let _ = self.listener.set_events(EventFlags::IN);
-            self.accept(now);
+            self.accept(now)?;
         }
         let due = |connection: &TargetConnection| connection.until.is_some_and(|until| until <= now);
         let late: Vec<_> = self.connections.iter().filter(|(_, one)| due(one)).map(|(token, _)| *token).collect();

@@ -1,6 +1,7 @@
 //! Reasons why an association is lost or given up.
 
 use crate::NvmeStatus;
+use crate::auth::AuthError;
 use crate::tcp::TcpEnd;
 
 /// Reason why an association is lost, or cannot be made.
@@ -23,9 +24,12 @@ pub enum FabricsHostError {
         /// Status of the controller.
         status: NvmeStatus,
     },
-    /// The controller asks for authentication.
-    #[error("NVMe/TCP: the target requires authentication, which is not supported; allow this host without it")]
-    Authentication,
+    /// This host is not authenticated, or does not trust the target.
+    #[error("NVMe/TCP: {0}")]
+    Authentication(AuthError),
+    /// The controller asks for TLS.
+    #[error("NVMe/TCP: the target requires a secure channel, which is not supported; allow this host without it")]
+    SecureChannel,
     /// Capsules of the controller hold no command.
     #[error("NVMe/TCP: the target reports command capsules of {0} bytes; at least 64 are needed")]
     Capsule(u32),
@@ -71,7 +75,10 @@ impl FabricsHostError {
     pub fn is_final(self) -> bool {
         match self {
             FabricsHostError::Command { status, .. } => status.is_final(),
-            FabricsHostError::Authentication | FabricsHostError::Removed | FabricsHostError::NoCommandSet => true,
+            FabricsHostError::Authentication(_)
+            | FabricsHostError::SecureChannel
+            | FabricsHostError::Removed
+            | FabricsHostError::NoCommandSet => true,
             _ => false,
         }
     }

@@ -31,6 +31,7 @@ use super::io_queue::{FabricsIoQueueOptions, FabricsQueueCommand};
 use super::recovery::FabricsQueueUse;
 use super::setup::FabricsStep;
 use crate::ana::{ANA_LOG, AnaLog, AnaState};
+use crate::auth::{AuthHost, AuthSecrets, AuthSeed};
 use crate::cross_reset::{CROSS_RESET_NOTICE, ControllerInstance};
 use crate::discovery::{DiscoveredLog, DiscoveryEntry};
 use crate::fabrics::{DISCOVERY_NQN, Nqn};
@@ -53,6 +54,15 @@ const NOTICE_CROSS_RESET: u64 = CROSS_RESET_NOTICE as u64;
 /// Dwords of a log page to read in order to clear an event.
 const LOG_DWORDS: u32 = 128;
 
+/// Authentication of a host and its target.
+#[derive(Clone, Debug)]
+pub struct FabricsHostAuth {
+    /// The secrets of both.
+    pub secrets: Arc<AuthSecrets>,
+    /// Seed of its random numbers: no two associations share one.
+    pub seed: AuthSeed,
+}
+
 /// Configuration of an association.
 #[derive(Clone, Debug)]
 pub struct FabricsHostConfig {
@@ -62,6 +72,8 @@ pub struct FabricsHostConfig {
     pub host_id: [u8; 16],
     /// NQN of the subsystem; [`DISCOVERY_NQN`] for the discovery service.
     pub subsystem: Nqn,
+    /// Authentication of this host, if the target asks for it; and of the target, which must then take part.
+    pub auth: Option<FabricsHostAuth>,
     /// Requested I/O queues.
     pub queues: QueueDemand,
     /// Requested entries of an I/O queue, 2 to 4096.
@@ -91,6 +103,7 @@ impl FabricsHostConfig {
             host,
             host_id,
             subsystem,
+            auth: None,
             queues: QueueDemand { submitters: 1, write_queues: 0, poll_queues: 0 },
             queue_entries: 128,
             header_digest: false,
@@ -255,6 +268,8 @@ pub struct FabricsHost {
     pub(super) controller_id: Option<u16>,
     /// Whether to ask for that controller.
     pub(super) asks_for_same: bool,
+    /// The authentication of the admin queue, and the result of its Connect.
+    pub(super) auth: Option<(AuthHost, u64)>,
     pub(super) capabilities: Capabilities,
     pub(super) identify: IdentifyController,
     pub(super) nvm_limits: NvmLimits,
@@ -310,6 +325,7 @@ impl FabricsHost {
             has_stream: false,
             controller_id: None,
             asks_for_same: false,
+            auth: None,
             capabilities: Capabilities::default(),
             identify: IdentifyController::default(),
             nvm_limits: NvmLimits::default(),

@@ -10,6 +10,8 @@
 //!    └────── closed ────────┴──────── Closing ◀──────┴───────── Close, lost ───────┴─────────────────────┘
 //! ```
 //!
+//! Where the controller asks for it, Authenticating is between Initializing and Connected.
+//!
 //! Requests at a connection that is lost are given back once its stream is proven closed, without an answer if their
 //! command was sent: until then the kernel may access their memory, and afterwards the target may still execute them.
 //! A request whose commands are cancelled each time fails in place of being sent again ([`Cancellations`]). Where there
@@ -25,17 +27,20 @@ use std::sync::Arc;
 use blkyard_mem::{BufferAccess, Region, RegionTable, RegisteredBuffer, Segment};
 use blkyard_mq::{Batch, Done, Op, Shortage, Status, Tag, TimedOut};
 
-use crate::fabrics::{CONNECT_BYTES, ConnectCommand, ConnectData, FabricsCommand};
+use crate::auth::{AUTH_MESSAGE_BYTES_MAX, AuthHost, AuthStep};
+use crate::fabrics::{
+    CONNECT_AUTHENTICATION, CONNECT_BYTES, ConnectCommand, ConnectData, FabricsCommand, fabrics_status,
+};
 use crate::host::Retries;
 use crate::tcp::{SendList, TcpDirection, TcpEnd, TcpHostEvent, TcpHostOptions, TcpHostQueue};
 use crate::{Completed, DSM_RANGE_BYTES, NvmeNamespace, NvmeStatus, PAGE, RetryDelays, Sqe};
 
-/// Slot of the Connect command, which no request has before it is complete.
+/// Slot of Connect and of the authentication, which no request has before they are complete.
 const CONNECT_SLOT: u16 = 0;
 /// Pause before a retry of a request that the controller has refused because of the state of its access, ns. Five of
 /// them are the ten seconds that a transition takes at most by the defaults of targets (ANATT).
 const ACCESS_RETRY_NS: u64 = 2_000_000_000;
-/// Private memory of a slot: the ranges of a discard, or the data of Connect.
+/// Private memory of a slot: the ranges of a discard, or the data of Connect and of the authentication.
 const SLOT_BYTES: u64 = PAGE;
 
 /// Parameters of a connection.
@@ -47,11 +52,13 @@ pub struct FabricsConnect {
     pub command: ConnectCommand,
     /// Its data.
     pub data: ConnectData,
+    /// The authentication of this queue, if the controller asks for it; unset if this host has no secret.
+    pub auth: Option<AuthHost>,
     /// Maximum in-capsule data, bytes.
     pub in_capsule: u32,
     /// Retry delays of the controller.
     pub delays: RetryDelays,
-    /// Time for the initialization of the connection and Connect, ns; also for the stream's connect.
+    /// Time for the initialization of the connection, Connect and authentication, ns; also for the stream's connect.
     pub connect_ns: u64,
 }
 
@@ -122,6 +129,10 @@ enum FabricsQueueState {
     Closed,
     Opening,
     Initializing,
+    /// The step whose command is in flight: whether it sends.
+    Authenticating {
+        sends: bool,
+    },
     Connected,
     Running,
     Closing,
@@ -169,7 +180,7 @@ impl FabricsIoQueue {
         let depth = usize::from(options.depth);
         let bytes = depth as u64 * SLOT_BYTES;
         let private_region = Region::anonymous(bytes as usize)?;
-        let private = RegisteredBuffer::new(&private_region, 0, bytes, BufferAccess::ReadOnly)
+        let private = RegisteredBuffer::new(&private_region, 0, bytes, BufferAccess::ReadWrite)
             .map_err(|error| std::io::Error::other(error.to_string()))?;
         let mut queue = FabricsIoQueue {
             options,
@@ -548,6 +559,11 @@ impl FabricsIoQueue {
                 Some(TcpHostEvent::Completed(completed)) if self.state == FabricsQueueState::Initializing => {
                     self.connected(completed);
                 }
+                Some(TcpHostEvent::Completed(completed))
+                    if let FabricsQueueState::Authenticating { sends } = self.state =>
+                {
+                    self.auth_completed(completed, sends);
+                }
                 Some(TcpHostEvent::Completed(completed)) => {
                     self.saw_traffic = true;
                     self.ended.push(completed);
@@ -564,14 +580,64 @@ impl FabricsIoQueue {
 
     #[cold]
     fn connected(&mut self, completed: Completed) {
-        self.until_ns = None;
-        if completed.status.is_success() {
-            self.state = FabricsQueueState::Connected;
-            self.report(FabricsQueueReport::Connected);
-        } else {
-            self.report(FabricsQueueReport::Refused { status: completed.status });
-            self.close(TcpEnd::Closed);
+        if !completed.status.is_success() {
+            return self.refused(completed.status);
         }
+        if completed.result & CONNECT_AUTHENTICATION == 0 {
+            return self.admitted();
+        }
+        match self.connect.as_ref().and_then(|connect| connect.auth.as_ref()).map(AuthHost::begin) {
+            Some(first) => self.authenticate(&AuthStep::Send(first)),
+            None => self.refused(fabrics_status::AUTHENTICATION_REQUIRED.with_dnr()),
+        }
+    }
+
+    fn admitted(&mut self) {
+        self.until_ns = None;
+        self.state = FabricsQueueState::Connected;
+        self.report(FabricsQueueReport::Connected);
+    }
+
+    fn refused(&mut self, status: NvmeStatus) {
+        self.report(FabricsQueueReport::Refused { status });
+        self.close(TcpEnd::Closed);
+    }
+
+    /// A command of the authentication has ended.
+    #[cold]
+    fn auth_completed(&mut self, completed: Completed, has_sent: bool) {
+        if !completed.status.is_success() {
+            return self.refused(completed.status);
+        }
+        let mut bytes = [0; AUTH_MESSAGE_BYTES_MAX];
+        if let Some(span) = self.memory.resolve(self.private.segment(0, bytes.len() as u32)) {
+            span.copy_to_slice(&mut bytes);
+        }
+        let Some(auth) = self.connect.as_mut().and_then(|connect| connect.auth.as_mut()) else { return };
+        let next = if has_sent { auth.sent() } else { auth.received(&bytes) };
+        self.authenticate(&next);
+    }
+
+    /// Does the next step of the authentication.
+    fn authenticate(&mut self, next: &AuthStep) {
+        let (sqe, direction, len) = match next {
+            AuthStep::Send(message) => {
+                let len = message.len() as u32;
+                if let Some(span) = self.memory.resolve(self.private.segment(0, len)) {
+                    span.copy_from_slice(message);
+                }
+                (FabricsCommand::AuthSend(len).sqe(), TcpDirection::Write, len)
+            }
+            AuthStep::Receive => {
+                let len = AUTH_MESSAGE_BYTES_MAX as u32;
+                (FabricsCommand::AuthReceive(len).sqe(), TcpDirection::Read, len)
+            }
+            AuthStep::Done => return self.admitted(),
+            AuthStep::Failed(_) => return self.refused(fabrics_status::AUTHENTICATION_REQUIRED.with_dnr()),
+        };
+        self.state = FabricsQueueState::Authenticating { sends: direction == TcpDirection::Write };
+        let data = self.private.segment(0, len);
+        self.queue.push(&self.memory, CONNECT_SLOT, sqe, direction, std::iter::once(data));
     }
 }
 

@@ -5,7 +5,7 @@
 //! for subsystems. All are state machines without I/O and without a clock: the owner of a stream passes bytes.
 //!
 //! They share with the host of controllers with registers (`host/`) what both have: states, the scan of namespaces,
-//! keep-alive, the number of queues and retries. Not here: sockets, name resolution, authentication, TLS.
+//! keep-alive, the number of queues and retries. Not here: sockets, name resolution, TLS.
 
 mod admin;
 mod cross_reset;
@@ -19,7 +19,7 @@ mod setup;
 pub use admin::FabricsData;
 pub use discovery::{DISCOVERY_SERVICES_MAX, DiscoveryService, DiscoveryWalk};
 pub use error::FabricsHostError;
-pub use host::{FabricsHost, FabricsHostConfig, FabricsHostEvent};
+pub use host::{FabricsHost, FabricsHostAuth, FabricsHostConfig, FabricsHostEvent};
 pub use io_queue::{
     FabricsConnect, FabricsIoQueue, FabricsIoQueueOptions, FabricsQueueCommand, FabricsQueueReport, StreamRequest,
 };

@@ -134,13 +134,14 @@ impl FabricsHost {
         };
         let (association, connect_ns) = (self.association, self.config.connect_ns);
         let (in_capsule, delays) = (self.identify.in_capsule_bytes(), RetryDelays::new(&self.identify));
+        let auth = self.authentication(qid);
         let Some(queue) = self.queue_mut(qid) else { return };
         queue.phase = FabricsQueuePhase::Connecting;
         queue.unclosed.get_or_insert(association);
         // Without flow control, which it does not need: the controller may then end a read with its data, and say no
         // more.
         let command = ConnectCommand { qid, sq_size: queue.entries - 1, no_flow_control: true, keep_alive_ms: 0 };
-        let connect = FabricsConnect { association, command, data, in_capsule, delays, connect_ns };
+        let connect = FabricsConnect { association, command, data, auth, in_capsule, delays, connect_ns };
         self.events.push_back(FabricsHostEvent::Queue(qid, FabricsQueueCommand::Connect(Box::new(connect))));
     }
 

@@ -1,15 +1,22 @@
 //! Bring-up of an association: from a connected stream to a live controller, command by command.
 //!
-//! Connect, CAP, CC.EN, CSTS.RDY, Identify Controller, limits, number of queues, events, ANA log, namespaces. For the
-//! discovery service its log in place of all behind Identify. I/O queues connect once the association is live.
+//! Connect, authentication, CAP, CC.EN, CSTS.RDY, Identify Controller, limits, number of queues, events, ANA log,
+//! namespaces. For the discovery service its log in place of all behind Identify. I/O queues connect once the
+//! association is live.
+
+use std::sync::Arc;
 
 use super::admin::{ADMIN_ENTRIES, FabricsAdmin, FabricsData, LOG_BYTES_MAX};
 use super::error::FabricsHostError;
 use super::host::{ADMIN_NS, FabricsHost, FabricsHostEvent, FabricsPhase, FabricsPurpose};
 use crate::ana::{ANA_LOG, AnaLog};
+use crate::auth::{AUTH_MESSAGE_BYTES_MAX, AuthError, AuthHost, AuthStep};
 use crate::cross_reset::CROSS_RESET_NOTICES;
 use crate::discovery::{DISCOVERY_ENTRY_BYTES, DISCOVERY_LOG, DiscoveredLog, DiscoveryEntry, DiscoveryHeader};
-use crate::fabrics::{ANY_CONTROLLER, CONNECT_BYTES, ConnectCommand, ConnectData, FabricsCommand, PropertySize};
+use crate::fabrics::{
+    ANY_CONTROLLER, CONNECT_AUTHENTICATION, CONNECT_BYTES, CONNECT_SECURE_CHANNEL, ConnectCommand, ConnectData,
+    FabricsCommand, PropertySize,
+};
 use crate::host::enable::timeout_ns;
 use crate::host::negotiate::{granted, queues_dword, split};
 use crate::host::scan::{Scan, ScannedNamespace};
@@ -35,6 +42,8 @@ const HAS_ANA: u8 = 1 << 3;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum FabricsStep {
     Connect,
+    AuthSend,
+    AuthReceive,
     Capabilities,
     Enable,
     Ready,
@@ -55,6 +64,8 @@ impl FabricsStep {
     pub(super) fn name(self) -> &'static str {
         match self {
             FabricsStep::Connect => "Connect",
+            FabricsStep::AuthSend => "Authentication Send",
+            FabricsStep::AuthReceive => "Authentication Receive",
             FabricsStep::Capabilities => "Property Get (capabilities)",
             FabricsStep::Enable => "Property Set (enable)",
             FabricsStep::Ready => "Property Get (status)",
@@ -85,6 +96,7 @@ impl FabricsHost {
             Err(_) => return self.give_up(FabricsHostError::Memory, now_ns),
         }
         self.association += 1;
+        self.auth = None;
         self.has_stream = true;
         self.phase = FabricsPhase::Open { until_ns: now_ns.saturating_add(self.config.connect_ns) };
         self.events.push_back(FabricsHostEvent::Open(self.association));
@@ -120,7 +132,7 @@ impl FabricsHost {
         self.phase = FabricsPhase::Setup(step);
         let get = |size, offset: usize| FabricsCommand::PropertyGet { size, offset: offset as u32 }.sqe();
         let (sqe, data) = match step {
-            FabricsStep::Connect => return,
+            FabricsStep::Connect | FabricsStep::AuthSend | FabricsStep::AuthReceive => return,
             FabricsStep::Capabilities => (get(PropertySize::Eight, CAP), FabricsData::None),
             FabricsStep::Enable => {
                 let by_csi = self.capabilities.command_sets & CSS_BY_CSI != 0;
@@ -203,6 +215,12 @@ impl FabricsHost {
         }
         match step {
             FabricsStep::Connect => self.admin_connected(result, now_ns),
+            FabricsStep::AuthSend | FabricsStep::AuthReceive => {
+                let (Some((auth, _)), Some(admin)) = (&mut self.auth, &self.admin) else { return };
+                let is_sent = step == FabricsStep::AuthSend;
+                let next = if is_sent { auth.sent() } else { auth.received(&admin.data(slot)[..]) };
+                self.authenticate(&next, now_ns);
+            }
             FabricsStep::Capabilities => {
                 self.capabilities = Capabilities::from_bits(result);
                 if self.capabilities.command_sets & CSS_NONE != 0 && !self.config.is_discovery() {
@@ -252,10 +270,62 @@ impl FabricsHost {
     }
 
     fn admin_connected(&mut self, result: u64, now_ns: u64) {
-        let id = result as u16;
-        if result >> 16 & 0x7 != 0 {
-            return self.give_up(FabricsHostError::Authentication, now_ns);
+        if result & CONNECT_SECURE_CHANNEL != 0 {
+            return self.give_up(FabricsHostError::SecureChannel, now_ns);
         }
+        let is_asked = result & CONNECT_AUTHENTICATION != 0;
+        match self.authentication(0) {
+            None if is_asked => self.give_up(FabricsHostError::Authentication(AuthError::NoSecret), now_ns),
+            Some(auth) if is_asked => {
+                let first = auth.begin();
+                self.auth = Some((auth, result));
+                self.authenticate(&AuthStep::Send(first), now_ns);
+            }
+            Some(auth) if auth.is_mutual() => {
+                self.give_up(FabricsHostError::Authentication(AuthError::OneSided), now_ns);
+            }
+            _ => self.admitted(result, now_ns),
+        }
+    }
+
+    /// The authentication of a queue of the present association. `None` if this host has no secret.
+    pub(super) fn authentication(&self, qid: u16) -> Option<AuthHost> {
+        let auth = self.config.auth.as_ref()?;
+        let (host, subsystem) = (self.config.host.clone(), self.config.subsystem.clone());
+        let number = self.association << 16 | u64::from(qid);
+        Some(AuthHost::new(host, subsystem, Arc::clone(&auth.secrets), &auth.seed, number))
+    }
+
+    /// Does the next step of the authentication.
+    fn authenticate(&mut self, next: &AuthStep, now_ns: u64) {
+        let bytes_max = AUTH_MESSAGE_BYTES_MAX as u32;
+        let (step, sqe, data) = match next {
+            AuthStep::Send(message) => {
+                let sqe = FabricsCommand::AuthSend(message.len() as u32).sqe();
+                (FabricsStep::AuthSend, sqe, FabricsData::Write(message))
+            }
+            AuthStep::Receive => {
+                let sqe = FabricsCommand::AuthReceive(bytes_max).sqe();
+                (FabricsStep::AuthReceive, sqe, FabricsData::Read(bytes_max))
+            }
+            AuthStep::Done => {
+                if let Some((_, result)) = self.auth.take() {
+                    self.admitted(result, now_ns);
+                }
+                return;
+            }
+            AuthStep::Failed(error) => return self.give_up(FabricsHostError::Authentication(*error), now_ns),
+        };
+        self.phase = FabricsPhase::Setup(step);
+        let deadline_ns = now_ns.saturating_add(self.config.connect_ns);
+        if !self.submit(sqe, data, FabricsPurpose::Setup(step), deadline_ns) {
+            self.lose(FabricsHostError::Timeout(step.name()), now_ns);
+        }
+    }
+
+    /// The controller has accepted this host, and has ended an earlier association with the same controller.
+    fn admitted(&mut self, result: u64, now_ns: u64) {
+        let id = result as u16;
         if self.asks_for_same && self.controller_id == Some(id) {
             // A controller has one association: the one before has ended.
             self.fence_ended(self.association - 1);

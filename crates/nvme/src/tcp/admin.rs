@@ -198,6 +198,11 @@ impl TcpAdminQueue {
         self.tcp.wants_send()
     }
 
+    /// Whether no command is being executed or answered.
+    pub fn is_idle(&self) -> bool {
+        self.tcp.in_use() == 0
+    }
+
     /// See [`TcpTargetQueue::fill`].
     pub fn fill(&mut self, list: &mut SendList) -> Option<u64> {
         self.tcp.fill(&self.memory, list)

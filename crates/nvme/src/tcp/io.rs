@@ -473,7 +473,10 @@ impl TcpIoQueue {
                 FabricsCommand::PropertyGet { .. } | FabricsCommand::PropertySet { .. } => {
                     fabrics_status::INVALID_QUEUE_TYPE
                 }
-                FabricsCommand::Disconnect => NvmeStatus::INVALID_OPCODE,
+                // Authenticated before it became a queue, and not again.
+                FabricsCommand::AuthSend(_) | FabricsCommand::AuthReceive(_) | FabricsCommand::Disconnect => {
+                    NvmeStatus::INVALID_OPCODE
+                }
             }
             .with_dnr());
         }

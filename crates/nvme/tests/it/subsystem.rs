@@ -50,6 +50,7 @@ pub fn subsystem(hosts: Option<Vec<Nqn>>) -> FabricsSubsystem {
     let options = SubsystemOptions {
         nqn: nqn(SUBSYSTEM),
         hosts,
+        auth: None,
         controller,
         controllers_max: 3,
         admin_entries: 32,

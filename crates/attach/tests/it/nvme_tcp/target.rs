@@ -136,6 +136,7 @@ fn subsystem(disk: &Arc<Region>) -> FabricsSubsystem {
     let options = SubsystemOptions {
         nqn,
         hosts: None,
+        auth: None,
         controller,
         controllers_max: 8,
         admin_entries: 32,
@@ -326,7 +327,9 @@ fn execute(
             Some(association) => association.controller.set_property(size, offset, value).map(|()| 0),
             None => Err(NvmeStatus::INVALID_FIELD),
         },
-        FabricsCommand::Disconnect => Err(NvmeStatus::INVALID_FIELD),
+        FabricsCommand::AuthSend(_) | FabricsCommand::AuthReceive(_) | FabricsCommand::Disconnect => {
+            Err(NvmeStatus::INVALID_FIELD)
+        }
     };
     admin.complete(match outcome {
         Ok(result) => answer(NvmeStatus::SUCCESS, result),

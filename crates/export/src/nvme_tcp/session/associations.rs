@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use blkyard_nvme::{ControllerQueueCommand, ControllerRequest, KEEP_ALIVE_LATE_NS};
 
-use super::super::connection::{ConnectionPhase, TargetConnection};
+use super::super::connection::{AfterAuth, ConnectionPhase, TargetConnection};
 use super::{
     DRAIN_POLL, EndingAssociation, IoQueueState, NvmeTcpError, NvmeTcpSession, RunningFlush, ServedConnection,
 };
@@ -22,10 +22,19 @@ impl NvmeTcpSession {
         let host = (association.host().clone(), association.host_id());
         let hold = self.config.disk.ports.hold_of(&host);
         self.ending.insert(id, EndingAssociation { since_ns, host: host.0, hold, is_told: false });
-        for connection in self.connections.values_mut() {
-            if matches!(connection.phase, ConnectionPhase::Admin(of) if of == id) {
-                connection.close(now);
+        let mut unauthenticated = Vec::new();
+        for (token, connection) in &mut self.connections {
+            match &connection.phase {
+                ConnectionPhase::Admin(of) if *of == id => connection.close(now),
+                // One that is to replace this association goes on.
+                ConnectionPhase::Authenticating(of, then) if *of == id && !matches!(**then, AfterAuth::Replace(_)) => {
+                    unauthenticated.push(*token);
+                }
+                _ => {}
             }
+        }
+        for token in unauthenticated {
+            self.end_admin(token, now)?;
         }
         for number in 0..self.queues.len() {
             if self.queues[number].as_ref().is_some_and(|queue| queue.controller == id) {

@@ -3,22 +3,26 @@
 use std::io;
 use std::time::Instant;
 
-use blkyard_nvme::fabrics::{FabricsCommand, fabrics_status};
+use blkyard_nvme::fabrics::{CONNECT_AUTHENTICATION, ConnectCommand, FabricsCommand, fabrics_status};
 use blkyard_nvme::tcp::{TcpAdminEvent, TcpEnd};
 use blkyard_nvme::{Connected, DiscoveryLog, NvmeStatus, Sqe};
 use blkyard_sys::EventFlags;
 
-use super::super::connection::{ConnectionPhase, TargetConnection, WaitingConnect};
+use super::super::connection::{AfterAuth, ConnectionPhase, TargetConnection, WaitingConnect};
 use super::super::{ADMIN_ENTRIES, TRANSFER_BYTES, discovery_entries};
 use super::{ACCEPT_PAUSE, ACCEPTS_MAX, NEW_MAX, NvmeTcpError, NvmeTcpSession};
+use crate::core::ExportLog;
+
+/// Room for the data of an answer while an I/O queue is being authenticated, bytes.
+const AUTH_ROOM_BYTES: u32 = 4096;
 
 impl NvmeTcpSession {
     /// Accepts connections.
-    pub(super) fn accept(&mut self, now: Instant) {
+    pub(super) fn accept(&mut self, now: Instant) -> Result<(), NvmeTcpError> {
         for _ in 0..ACCEPTS_MAX {
             let accepted = match self.listener.get().accept() {
                 Ok(accepted) => TargetConnection::accept(accepted, &self.set, self.next, now),
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
                 // The peer was faster.
                 Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => continue,
                 Err(error) => Err(error),
@@ -33,16 +37,19 @@ impl NvmeTcpSession {
                     self.log.warn(format_args!("a connection could not be accepted: {error}; {cure}"));
                     self.accepts_from = Some(now + ACCEPT_PAUSE);
                     let _ = self.listener.set_events(EventFlags::empty());
-                    return;
+                    return Ok(());
                 }
             }
-            let is_new = |phase: &ConnectionPhase| matches!(phase, ConnectionPhase::New | ConnectionPhase::Closing);
+            // Who is not authenticated may be anybody.
+            let is_new =
+                |phase: &ConnectionPhase| !matches!(phase, ConnectionPhase::Connecting(_) | ConnectionPhase::Admin(_));
             let mut new = self.connections.iter().filter(|(_, one)| is_new(&one.phase)).map(|(token, _)| *token);
             let oldest = new.next();
             if let Some(oldest) = oldest.filter(|_| new.count() >= NEW_MAX) {
-                self.connections.remove(&oldest);
+                self.drop_connection(oldest)?;
             }
         }
+        Ok(())
     }
 
     /// Handles the socket of a connection.
@@ -94,7 +101,17 @@ impl NvmeTcpSession {
         match (&connection.phase, parsed) {
             (_, Some(Err(status))) => connection.respond(slot, status.with_dnr(), 0),
             (ConnectionPhase::New, Some(Ok(FabricsCommand::Connect(command)))) => {
-                return self.connect(token, WaitingConnect { slot, command, data }, now);
+                return self.connect(token, WaitingConnect { slot, command, data, answer: None }, now);
+            }
+            (
+                ConnectionPhase::Admin(id) | ConnectionPhase::Authenticating(id, _),
+                Some(Ok(command @ (FabricsCommand::AuthSend(_) | FabricsCommand::AuthReceive(_)))),
+            ) => {
+                let id = *id;
+                return self.authenticate(token, id, (slot, command), &data, room, now);
+            }
+            (ConnectionPhase::Authenticating(..), _) => {
+                connection.respond(slot, fabrics_status::AUTHENTICATION_REQUIRED.with_dnr(), 0);
             }
             (ConnectionPhase::Admin(id), parsed) => {
                 let id = *id;
@@ -127,30 +144,50 @@ impl NvmeTcpSession {
     pub(super) fn connect(&mut self, token: u64, connect: WaitingConnect, now: Instant) -> Result<(), NvmeTcpError> {
         let now_ns = self.now_ns(now);
         let Some(connection) = self.connections.get_mut(&token) else { return Ok(()) };
-        let WaitingConnect { slot, command, data } = &connect;
-        let entries = command.sq_size.saturating_add(1);
+        let WaitingConnect { slot, command, data, answer } = &connect;
+        let is_authenticated = answer.is_some();
         self.subsystem.set_discovery(DiscoveryLog::new(1, &discovery_entries(&self.config.disk, connection.local)));
         match self.subsystem.connect(command, data, now_ns) {
             Err(refusal) => {
                 connection.phase = ConnectionPhase::New;
                 connection.respond(*slot, refusal.status, refusal.result);
             }
+            Ok(Connected::Admin(id)) if is_authenticated => {
+                if let Some(answer) = connect.answer {
+                    connection.queue.complete(answer);
+                }
+                self.opened(token, id);
+            }
             Ok(Connected::Admin(id)) => {
-                if let Err(error) = connection.queue.open(ADMIN_ENTRIES, TRANSFER_BYTES) {
-                    self.log.warn(format_args!("{} is not connected: {error}", connection.peer));
-                    connection.respond(*slot, NvmeStatus::INTERNAL, 0);
+                let auth = self.subsystem.authentication(id);
+                let result = u64::from(id) | auth.as_ref().map_or(0, |_| CONNECT_AUTHENTICATION);
+                if !open(connection, &self.log, (*slot, result), command) {
                     self.subsystem.remove(id);
                     return Ok(());
                 }
-                connection.respond(*slot, NvmeStatus::SUCCESS, id.into());
-                if !command.no_flow_control {
-                    connection.queue.set_flow_control(entries.into());
+                match auth {
+                    Some(auth) => connection.authenticate(auth, id, AfterAuth::Admin, now),
+                    None => self.opened(token, id),
                 }
-                (connection.phase, connection.until) = (ConnectionPhase::Admin(id), None);
-                let host = self.subsystem.association(id).map(|association| association.host().to_string());
-                self.log.info(format_args!("{}: host {} is connected", connection.peer, host.unwrap_or_default()));
             }
-            Ok(Connected::Io(id, connected)) => self.connect_queue(token, (id, connected), &connect),
+            Ok(Connected::Io(id, connected)) => match self.subsystem.authentication(id) {
+                Some(auth) => {
+                    let result = u64::from(id) | CONNECT_AUTHENTICATION;
+                    if open(connection, &self.log, (*slot, result), command) {
+                        connection.authenticate(auth, id, AfterAuth::Io(connected, connect), now);
+                    } else {
+                        self.disconnect(id, connected.qid);
+                    }
+                }
+                None => self.connect_queue(token, (id, connected), &connect, false),
+            },
+            // Nobody ends an association of others: it goes on until the host is authenticated.
+            Ok(Connected::Replaces(id)) if !is_authenticated && let Some(auth) = self.subsystem.authentication(id) => {
+                let result = u64::from(id) | CONNECT_AUTHENTICATION;
+                if open(connection, &self.log, (*slot, result), command) {
+                    connection.authenticate(auth, id, AfterAuth::Replace(connect), now);
+                }
+            }
             Ok(Connected::Replaces(id)) => {
                 connection.phase = ConnectionPhase::Connecting(connect);
                 self.end_association(id, now)?;
@@ -159,13 +196,32 @@ impl NvmeTcpSession {
         Ok(())
     }
 
+    /// A connection is the admin queue of this controller.
+    pub(super) fn opened(&mut self, token: u64, id: u16) {
+        let Some(connection) = self.connections.get_mut(&token) else { return };
+        (connection.phase, connection.until) = (ConnectionPhase::Admin(id), None);
+        let host = self.subsystem.association(id).map(|association| association.host().to_string());
+        self.log.info(format_args!("{}: host {} is connected", connection.peer, host.unwrap_or_default()));
+    }
+
     /// Closes a connection at once.
     pub(super) fn drop_connection(&mut self, token: u64) -> Result<(), NvmeTcpError> {
         let Some(connection) = self.connections.remove(&token) else { return Ok(()) };
-        match connection.phase {
-            ConnectionPhase::Admin(id) => self.end_association(id, Instant::now()),
-            _ => Ok(()),
+        self.left(connection.phase, Instant::now())
+    }
+
+    /// A connection in this phase has ended.
+    fn left(&mut self, phase: ConnectionPhase, now: Instant) -> Result<(), NvmeTcpError> {
+        match phase {
+            ConnectionPhase::Admin(id) => return self.end_association(id, now),
+            ConnectionPhase::Authenticating(id, then) => match *then {
+                AfterAuth::Admin => return self.end_association(id, now),
+                AfterAuth::Io(connected, _) => self.disconnect(id, connected.qid),
+                AfterAuth::Replace(_) => {}
+            },
+            _ => {}
         }
+        Ok(())
     }
 
     /// Ends a connection so that its peer sees why.
@@ -173,10 +229,7 @@ impl NvmeTcpSession {
         let Some(connection) = self.connections.get_mut(&token) else { return Ok(()) };
         let phase = std::mem::replace(&mut connection.phase, ConnectionPhase::Closing);
         connection.close(now);
-        match phase {
-            ConnectionPhase::Admin(id) => self.end_association(id, now),
-            _ => Ok(()),
-        }
+        self.left(phase, now)
     }
 
     /// Tries the Connects that wait again.
@@ -195,4 +248,25 @@ impl NvmeTcpSession {
         }
         Ok(())
     }
+}
+
+/// Makes a connection a queue that answers commands, and answers its Connect. False if the system has no memory left,
+/// which the host is told.
+fn open(
+    connection: &mut TargetConnection,
+    log: &ExportLog,
+    (slot, result): (u16, u64),
+    command: &ConnectCommand,
+) -> bool {
+    let (slots, bytes) = if command.qid == 0 { (ADMIN_ENTRIES, TRANSFER_BYTES) } else { (1, AUTH_ROOM_BYTES) };
+    if let Err(error) = connection.queue.open(slots, bytes) {
+        log.warn(format_args!("{} is not connected: {error}", connection.peer));
+        connection.respond(slot, NvmeStatus::INTERNAL, 0);
+        return false;
+    }
+    connection.respond(slot, NvmeStatus::SUCCESS, result);
+    if !command.no_flow_control {
+        connection.queue.set_flow_control(u32::from(command.sq_size) + 1);
+    }
+    true
 }

@@ -6,7 +6,7 @@
 //! part only.
 //!
 //! The listening socket is the same in both processes, so no connect is refused. Connections that wait for the end of
-//! their peer are left behind.
+//! their peer are left behind, and hosts that are being authenticated connect again.
 
 use std::io;
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -112,6 +112,7 @@ impl NvmeTcpSession {
             let now = Instant::now();
             // What other ports ask for, before they rest.
             self.read_mail(now)?;
+            self.end_authentications(now)?;
             while !self.flushes.is_empty() {
                 self.finish_flush(0, None)?;
             }
@@ -141,7 +142,8 @@ impl NvmeTcpSession {
             let role = match connection.phase {
                 ConnectionPhase::New | ConnectionPhase::Connecting(_) => ConnectionRole::New,
                 ConnectionPhase::Admin(id) => ConnectionRole::Admin(id),
-                ConnectionPhase::Closing => continue,
+                // None is left of the former.
+                ConnectionPhase::Authenticating(..) | ConnectionPhase::Closing => continue,
             };
             let queue = &connection.queue;
             saved.add(role, Some(connection.peer), connection.socket(), |bytes| queue.snapshot(bytes))?;

@@ -13,17 +13,20 @@ use super::super::queue_options;
 use super::{IoQueueState, NvmeTcpError, NvmeTcpSession, ServedConnection};
 
 impl NvmeTcpSession {
-    /// Starts an I/O queue.
+    /// Starts an I/O queue, whose Connect may be answered already.
     pub(super) fn connect_queue(
         &mut self,
         token: u64,
         (id, connected): (u16, ConnectedQueue),
         connect: &WaitingConnect,
+        is_answered: bool,
     ) {
         let qid = connected.qid;
         let Some(number) = self.queues.iter().position(Option::is_none) else {
             self.disconnect(id, qid);
-            if let Some(connection) = self.connections.get_mut(&token) {
+            if is_answered {
+                self.connections.remove(&token);
+            } else if let Some(connection) = self.connections.get_mut(&token) {
                 connection.respond(connect.slot, fabrics_status::CONTROLLER_BUSY, 0);
             }
             let cure = "serve more with queues=N behind the export's name";
@@ -37,7 +40,9 @@ impl NvmeTcpSession {
         let offset = number as u64 * self.queue_bytes;
         let memory = TcpDataMemory { table: Arc::clone(&self.table), region: 0, offset, bytes: self.queue_bytes };
         let mut queue = TcpIoQueue::new(admin.into_queue(), connected, options, memory);
-        queue.accept(connect.slot, id);
+        if !is_answered {
+            queue.accept(connect.slot, id);
+        }
         let run = TcpQueueState::new(socket, queue).map_err(|error| error.to_string()).and_then(|state| {
             let slot: TcpQueueSlot = Arc::new(Mutex::new(Some(Box::new(state))));
             self.add_queue(number, (id, qid), &slot, IoQueueState::Running);

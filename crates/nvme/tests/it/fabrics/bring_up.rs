@@ -1,10 +1,13 @@
 //! Bring-up, discovery, events, keep-alive and disconnect.
 
+use std::sync::Arc;
+
 use blkyard_mq::{FenceEvidence, Op, QueueCounts, Status};
+use blkyard_nvme::auth::{AuthError, AuthSecrets, AuthSeed, DhchapSecret};
 use blkyard_nvme::fabrics::{ANY_CONTROLLER, DISCOVERY_NQN, Nqn, fabrics_status};
 use blkyard_nvme::{
     AnaState, ControllerState, DiscoveredLog, DiscoveryEntry, DiscoveryKind, DiscoveryLog, FabricsData,
-    FabricsHostError, FabricsHostEvent, NvmeStatus, Sqe, admin,
+    FabricsHostAuth, FabricsHostError, FabricsHostEvent, NvmeStatus, Sqe, admin,
 };
 
 use crate::fabrics::rig::{MS, Rig, config};
@@ -163,7 +166,22 @@ fn a_target_that_wants_authentication_is_left() {
     rig.target.behaviour.authenticates = true;
     rig.host.start(0);
     rig.run_for(1000);
-    assert_eq!(rig.host.error(), Some(FabricsHostError::Authentication));
+    assert_eq!(rig.host.error(), Some(FabricsHostError::Authentication(AuthError::NoSecret)));
+}
+
+/// Otherwise whoever answers at its address would get the data.
+#[test]
+fn a_target_that_is_to_authenticate_itself_and_asks_for_nothing_is_left() {
+    let secret = DhchapSecret::new(vec![1; 32], None).unwrap();
+    for (controller, error) in [(None, None), (Some(secret.clone()), Some(AuthError::OneSided))] {
+        let secrets = Arc::new(AuthSecrets { host: secret.clone(), controller });
+        let mut config = config();
+        config.auth = Some(FabricsHostAuth { secrets, seed: AuthSeed([1; 32]) });
+        let mut rig = Rig::new(config);
+        rig.host.start(0);
+        rig.run_for(1000);
+        assert_eq!(rig.host.error(), error.map(FabricsHostError::Authentication));
+    }
 }
 
 #[test]

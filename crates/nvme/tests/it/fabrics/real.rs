@@ -113,6 +113,7 @@ impl RealTarget {
         let options = SubsystemOptions {
             nqn: config().subsystem,
             hosts,
+            auth: None,
             controller,
             controllers_max: 8,
             admin_entries: 32,

@@ -434,7 +434,9 @@ impl Target {
                 controller.cc = value as u32;
                 (NvmeStatus::SUCCESS, 0)
             }
-            FabricsCommand::Disconnect => (NvmeStatus::INVALID_OPCODE, 0),
+            FabricsCommand::AuthSend(_) | FabricsCommand::AuthReceive(_) | FabricsCommand::Disconnect => {
+                (NvmeStatus::INVALID_OPCODE, 0)
+            }
         };
         self.connections[number].respond(slot, answer.0, answer.1);
     }

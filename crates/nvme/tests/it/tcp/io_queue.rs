@@ -55,6 +55,7 @@ fn subsystem(namespaces: &[u32], groups: &Arc<AnaGroups>) -> FabricsSubsystem {
     let options = SubsystemOptions {
         nqn,
         hosts: None,
+        auth: None,
         controller,
         controllers_max: 8,
         admin_entries: 32,
@@ -446,6 +447,7 @@ fn each_invalid_command_has_its_status() {
         ("second Connect", fabrics(FabricsCommand::Connect(connect)), NvmeStatus::COMMAND_SEQUENCE),
         ("property on an I/O queue", fabrics(property), fabrics_status::INVALID_QUEUE_TYPE),
         ("Disconnect", fabrics(FabricsCommand::Disconnect), NvmeStatus::INVALID_OPCODE),
+        ("Authentication Send", fabrics(FabricsCommand::AuthSend(16)), NvmeStatus::INVALID_OPCODE),
     ] {
         rig.receive(&pdu(sqe, &[]));
         assert_eq!(rig.statuses(), [(1, status.with_dnr())], "{name}");
