@@ -232,6 +232,13 @@ mod tests {
         assert!(set.work > FLASH_WORK && set.longest_ms[0] < 100.0, "{set:?}");
     }
 
+    /// Readers with deep queues, anywhere and in a row, behind four queues.
+    #[test]
+    fn a_disk_that_sorts_deep_queues_is_not_taken_for_flash() {
+        let set = measure(DrawnDevice::Disk, 24, &mut BTreeMap::new()).unwrap();
+        assert!(set.work > DISK_WORK, "{set:?}");
+    }
+
     /// The tenure of a queue ends within a turn of every second one of its streams.
     #[test]
     fn streams_of_two_queues_on_a_disk_have_equal_shares() {

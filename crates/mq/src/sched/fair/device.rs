@@ -6,6 +6,9 @@
 //! of the same size or less shows none. Writes are ignored, since a cache accepts them at any position. So is a read
 //! that ends after one, or beside other queues: it may have waited for those.
 //!
+//! A disk with a deep queue sorts far reads and takes 2 ms for one. So on a disk only what goes on where a read ended
+//! is near, bios that ended together were one request, and a far read shows no seeks only if it is small.
+//!
 //! A disk reads ahead: a stream in a row that comes back finds its next reads in the disk's cache, and only then does
 //! the arm move. So a quick far read of such a stream shows no seeks only once the stream has gone on as quickly for
 //! more than a disk reads ahead.
@@ -17,8 +20,10 @@
 const NEAR_SECTORS: u64 = 2048;
 /// And this far is far: 64 MiB, which it must move for and then wait for the platter.
 const FAR_SECTORS: u64 = 128 << 10;
-/// Bounds of the size classes: up to 16 KiB, 128 KiB, 1 MiB, and larger; sectors.
-const SIZES: [u32; 3] = [32, 256, 2048];
+/// Size classes, each twice as large as the one before: up to 4 KiB, and so on; the last one has all above 1 MiB.
+const SIZES: usize = 10;
+/// Upper bound of the first one, sectors.
+const SIZE_SECTORS: u32 = 8;
 /// Near reads of a size before anything is compared with them.
 const SAMPLES_MIN: u32 = 8;
 /// Of the last 8 far reads this many must have taken longer, or no longer.
@@ -27,6 +32,9 @@ const AGREE_MIN: u32 = 6;
 const SEEK_NS: u64 = 2_000_000;
 /// Upper bound for a device without seeks.
 const NO_SEEK_NS: u64 = 500_000;
+/// Largest read that shows no seeks, sectors: 128 KiB. A larger one takes as long as a seek of a sorted queue, and what
+/// a disk has read ahead of large ones is transferred for as long as the arm moves.
+const SMALL_SECTORS: u32 = 256;
 /// More than a disk reads ahead for a stream, sectors: 4 MiB.
 const READ_AHEAD_SECTORS: u32 = 8192;
 
@@ -43,7 +51,7 @@ impl Quick {
         if self.samples == 0 {
             self.ns = ns;
         } else if ns < self.ns {
-            self.ns -= (self.ns - ns) / 4;
+            self.ns -= (self.ns - ns) / 2;
         } else {
             self.ns += (ns - self.ns).min(self.ns) / 16;
         }
@@ -53,6 +61,12 @@ impl Quick {
     fn get(self) -> Option<u64> {
         (self.samples >= SAMPLES_MIN).then_some(self.ns)
     }
+}
+
+/// Class of a read of this size.
+fn size_class(sectors: u32) -> usize {
+    let times = (sectors.max(1) - 1) / SIZE_SECTORS;
+    ((u32::BITS - times.leading_zeros()) as usize).min(SIZES - 1)
 }
 
 /// A read that has ended.
@@ -73,11 +87,14 @@ pub(super) struct DeviceRead {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct DeviceEstimate {
     seeks: bool,
-    near: [Quick; SIZES.len() + 1],
+    near: [Quick; SIZES],
     /// A bit for each of the last comparable far reads: whether it contradicts the estimate.
-    wrong: [u8; SIZES.len() + 1],
+    wrong: [u8; SIZES],
     /// Sectors that a stream in a row has read quickly since a far read; zero if there is none to judge.
     row_sectors: u32,
+    /// Size and time of the near request that ended last; zero sectors if there is none.
+    request_sectors: u32,
+    request_ns: u64,
     /// When and behind which sector the last one ended; the end of time if it says nothing about the next one.
     last_ns: u64,
     last_end: u64,
@@ -86,8 +103,16 @@ pub(super) struct DeviceEstimate {
 impl DeviceEstimate {
     /// For a device reported with or without seeks.
     pub(super) fn new(seeks: bool) -> DeviceEstimate {
-        let near = [Quick::default(); SIZES.len() + 1];
-        DeviceEstimate { seeks, near, wrong: [0; SIZES.len() + 1], row_sectors: 0, last_ns: u64::MAX, last_end: 0 }
+        DeviceEstimate {
+            seeks,
+            near: [Quick::default(); SIZES],
+            wrong: [0; SIZES],
+            row_sectors: 0,
+            request_sectors: 0,
+            request_ns: 0,
+            last_ns: u64::MAX,
+            last_end: 0,
+        }
     }
 
     /// Whether there are seeks, as far as is known.
@@ -107,21 +132,38 @@ impl DeviceEstimate {
     pub(super) fn read(&mut self, read: DeviceRead) -> bool {
         let DeviceRead { sector, sectors, start_ns, now_ns, company, in_a_row } = read;
         let took_ns = now_ns.saturating_sub(start_ns.max(self.last_ns));
-        let distance = sector.abs_diff(self.last_end);
-        (self.last_ns, self.last_end) = (now_ns, sector.saturating_add(u64::from(sectors)));
-        if took_ns == 0 || (distance > NEAR_SECTORS && distance < FAR_SECTORS) {
+        let last_end = std::mem::replace(&mut self.last_end, sector.saturating_add(u64::from(sectors)));
+        let last_ns = std::mem::replace(&mut self.last_ns, now_ns);
+        if took_ns == 0 {
+            if self.request_sectors > 0 && sector == last_end && now_ns == last_ns {
+                self.request_sectors = self.request_sectors.saturating_add(sectors);
+            }
+            return false;
+        }
+        let distance = sector.abs_diff(last_end);
+        if self.request_sectors > 0 {
+            self.near[size_class(self.request_sectors)].add(self.request_ns);
+            self.request_sectors = 0;
+        }
+        if distance > NEAR_SECTORS && distance < FAR_SECTORS {
             return false;
         }
         // A queue that takes the device for a disk has it alone, for tenures.
         if company && !self.seeks {
             return false;
         }
-        let size = SIZES.iter().take_while(|most| sectors > **most).count();
+        let size = size_class(sectors);
         if distance <= NEAR_SECTORS {
-            self.near[size].add(took_ns);
+            if self.seeks && !in_a_row && distance > 0 {
+                return false;
+            }
+            (self.request_sectors, self.request_ns) = (sectors, took_ns);
             return self.row_sectors > 0 && self.went_on(size, sectors, took_ns);
         }
         self.row_sectors = 0;
+        if self.seeks && sectors > SMALL_SECTORS {
+            return false;
+        }
         let says_so = if self.seeks {
             self.is_quick(size, took_ns)
         } else {
@@ -252,6 +294,37 @@ mod tests {
         assert!(look(false, [1024, 8], 5_000_000, 10_000_000));
         // 512 KiB far away at 5 ms beside 4 KiB at 1 ms: that may be its size.
         assert!(!look(false, [8, 1024], 1_000_000, 5_000_000));
+    }
+
+    /// Readers in a row of `sectors` each, so many joined to a request, and then readers anywhere of the same size,
+    /// whose queue the device sorts so that one takes `far_ns`.
+    fn look_at_deep_queues(sectors: u32, joined: u64, request_ns: u64, far_ns: u64) -> bool {
+        let (mut device, mut now_ns) = (DeviceEstimate::new(true), 0);
+        let mut read = |sector: u64, took_ns: u64, in_a_row: bool| {
+            let start_ns = now_ns;
+            now_ns += took_ns;
+            device.read(DeviceRead { sector, sectors, start_ns, now_ns, company: false, in_a_row })
+        };
+        let size = u64::from(sectors);
+        (0..200).any(|turn| {
+            let is_wrong = (0..320).any(|at| {
+                let first = at % joined == 0;
+                // Each turn begins with a seek.
+                let took_ns = if at == 0 { 10_000_000 } else { request_ns } * u64::from(first);
+                read((turn * 320 + at) * size, took_ns, true)
+            });
+            // Some of the sorted reads are near, too.
+            let far = |at: u64| 1_000_000_000 + at % 7 * 10_000_000 + at / 8 * 100_000 + at % 8 / 7 * 1000;
+            is_wrong || (0..40).any(|at| read(far(at), far_ns, false))
+        })
+    }
+
+    #[test]
+    fn a_deep_queue_of_a_disk_does_not_hide_its_seeks() {
+        assert!(!look_at_deep_queues(8, 16, 600_000, 1_300_000));
+        assert!(!look_at_deep_queues(128, 16, 10_000_000, 2_200_000));
+        assert!(!look_at_deep_queues(1024, 16, 80_000_000, 6_000_000));
+        assert!(look_at_deep_queues(8, 1, 600_000, 600_000), "a device without seeks is still found out");
     }
 
     /// Two streams in a row have turns of 80 reads of 128 KiB; the first reads of each come from the cache, then one
