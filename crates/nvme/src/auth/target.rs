@@ -22,8 +22,8 @@ pub enum AuthOutcome {
 enum AuthTargetPhase {
     /// Negotiate is awaited.
     Begun,
-    /// A Challenge is to be received.
-    Challenging(AuthHash, DhGroup),
+    /// A Challenge with this public value is to be received. It is computed once, however often there is no room.
+    Challenging(AuthHash, DhGroup, Vec<u8>),
     /// A Reply is awaited.
     Challenged(AuthHash, DhGroup),
     /// A Success1 is to be received, with the response to the host's challenge.
@@ -89,7 +89,8 @@ impl AuthTarget {
                 }
                 let hash = AuthHash::ALL.into_iter().find(|hash| hashes.contains(&hash.id()));
                 let group = DhGroup::ALL.into_iter().find(|group| groups.contains(&group.id()));
-                Ok(AuthTargetPhase::Challenging(hash.ok_or(AuthFailure::Hash)?, group.ok_or(AuthFailure::Group)?))
+                let (hash, group) = (hash.ok_or(AuthFailure::Hash)?, group.ok_or(AuthFailure::Group)?);
+                Ok(AuthTargetPhase::Challenging(hash, group, group.public(&self.nonce.exponent)))
             }
             (AuthTargetPhase::Challenged(hash, group), AuthMessage::Reply { response, challenge, public }) => {
                 self.verify(*hash, *group, &response, challenge, &public)
@@ -148,13 +149,13 @@ impl AuthTarget {
     /// The status of the command: there is not enough room. The message stays.
     pub fn receive(&mut self, room: usize) -> Result<Vec<u8>, NvmeStatus> {
         let (mut message, next) = match &self.phase {
-            AuthTargetPhase::Challenging(hash, group) => {
+            AuthTargetPhase::Challenging(hash, group, public) => {
                 let message = AuthMessage::Challenge {
                     hash: *hash,
                     group: *group,
                     sequence: self.nonce.sequence,
                     challenge: self.nonce.challenge[..hash.bytes()].to_vec(),
-                    public: group.public(&self.nonce.exponent),
+                    public: public.clone(),
                 };
                 (message.bytes(self.transaction, *hash), AuthTargetPhase::Challenged(*hash, *group))
             }

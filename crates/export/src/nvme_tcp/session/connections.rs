@@ -13,7 +13,7 @@ use super::super::{ADMIN_ENTRIES, TRANSFER_BYTES, discovery_entries};
 use super::{ACCEPT_PAUSE, ACCEPTS_MAX, NEW_MAX, NvmeTcpError, NvmeTcpSession};
 use crate::core::ExportLog;
 
-/// Room for the data of an answer while an I/O queue is being authenticated, bytes.
+/// Room for the data of an answer while an I/O queue is being authenticated, bytes: what Linux asks for.
 const AUTH_ROOM_BYTES: u32 = 4096;
 
 impl NvmeTcpSession {
