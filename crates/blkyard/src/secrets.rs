@@ -90,7 +90,8 @@ fn read(object: &str, path: &str) -> Result<String, SpecError> {
     let mode = file.metadata().map_err(|error| unread(error.to_string()))?.permissions().mode();
     if mode & 0o007 != 0 {
         let cause = format!("{path}: all users can read or change it");
-        return Err(SpecError::new(object, cause, format!("chmod 600 {path}, and make new secrets")));
+        let cure = "name another file, or have only its owner read it and make new secrets";
+        return Err(SpecError::new(object, cause, cure));
     }
     let mut text = String::new();
     let read = file.take(FILE_BYTES_MAX).read_to_string(&mut text);
