@@ -11,6 +11,7 @@ use std::fmt::Write;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -132,20 +133,38 @@ fn count(root: &Path, log: &File) -> Result<Counts> {
     host::require(&[("valgrind", "valgrind")])?;
     let program = build(root, log)?;
     let cases = succeed("the cases", &Command::new(&program), RUN_LIMIT)?;
-    let mut counts = Counts::new();
-    for case in cases.lines() {
-        let [(ios, instructions), (more_ios, more_instructions)] =
-            [run(&program, case, ROUNDS[0])?, run(&program, case, ROUNDS[1])?];
-        ensure!(more_ios > ios && more_instructions > instructions, "{case} did nothing in its further rounds");
-        counts.insert(case.into(), (more_instructions - instructions) as f64 / (more_ios - ios) as f64);
-    }
-    Ok(counts)
+    let cases: Vec<&str> = cases.lines().collect();
+    // Each under its own valgrind, which emulates one CPU: as many at a time as there are CPUs.
+    let at_a_time = std::thread::available_parallelism()?.get();
+    let next = AtomicUsize::new(0);
+    let count_next = || -> Result<Counts> {
+        let mut counts = Counts::new();
+        while let Some(case) = cases.get(next.fetch_add(1, Ordering::Relaxed)) {
+            counts.insert((*case).to_owned(), count_case(&program, case)?);
+        }
+        Ok(counts)
+    };
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..at_a_time).map(|_| scope.spawn(count_next)).collect();
+        let counts = threads.into_iter().map(|thread| thread.join().expect("no thread panics"));
+        counts.collect::<Result<Vec<_>>>().map(|counts| counts.into_iter().flatten().collect())
+    })
+}
+
+/// Instructions for each I/O of a case.
+fn count_case(program: &Path, case: &str) -> Result<f64> {
+    let [(ios, instructions), (more_ios, more_instructions)] =
+        [run(program, case, ROUNDS[0])?, run(program, case, ROUNDS[1])?];
+    ensure!(more_ios > ios && more_instructions > instructions, "{case} did nothing in its further rounds");
+    Ok((more_instructions - instructions) as f64 / (more_ios - ios) as f64)
 }
 
 /// Builds the program as the product is built, and finds it.
 fn build(root: &Path, log: &File) -> Result<PathBuf> {
     let mut command = cargo(root);
-    command.args(["bench", "--no-run", "-p", "blkyard-lab", "--bench", "instructions", "--message-format=json"]);
+    // With the product's package, for the crates of both to have the same features and to be compiled once.
+    command.args(["bench", "--no-run", "-p", "blkyard-lab", "-p", "blkyard-cli"]);
+    command.args(["--bench", "instructions", "--message-format=json"]);
     let ended = Running::start_logged("cargo bench --no-run", &command, log)?.wait(BUILD_LIMIT)?;
     ensure!(ended.status.success(), "cargo ended with {}:\n{}", ended.status, tail(&ended.stdout, 40));
     let messages = ended.stdout.lines().filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok());

@@ -9,7 +9,7 @@ use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 
 use super::report::{RERUN, Verdict};
 use crate::process::{Ended, Running, tail};
@@ -36,6 +36,8 @@ enum StepKind {
     /// Tests that count themselves: the programs that these arguments of cargo choose, and in them the tests with one
     /// of these words in their paths; all of them without words.
     Tests { programs: &'static [&'static str], paths: &'static [&'static str] },
+    /// The program of this name, with as many seeds as half a minute allows.
+    Simulation(&'static str),
     /// No more work for an I/O than was recorded.
     Instructions,
     /// The models in `tests/TOOL*.rs` of any crate, built with `--cfg TOOL`.
@@ -77,18 +79,12 @@ pub const ALL: &[TestStep] = &[
     TestStep {
         name: "sim-queue",
         sentence: "worlds drawn from seeds come to a good end, as many as half a minute allows",
-        kind: StepKind::Check {
-            arguments: &["run", "--quiet", "-p", "blkyard-sim", "--", "0..100000", "--seconds", "30"],
-            environment: &[],
-        },
+        kind: StepKind::Simulation("blkyard-sim"),
     },
     TestStep {
         name: "sim-stack",
         sentence: "whole stacks drawn from seeds lose no write and end all I/O, as many as half a minute allows",
-        kind: StepKind::Check {
-            arguments: &["run", "--quiet", "-p", "blkyard-stack", "--", "0..100000", "--seconds", "30"],
-            environment: &[],
-        },
+        kind: StepKind::Simulation("blkyard-stack"),
     },
     TestStep {
         name: "loom",
@@ -173,9 +169,24 @@ pub fn run(step: &TestStep, root: &Path, log: &File, tests: &AtomicUsize) -> Res
             tests.store(listed.stdout.lines().filter(|line| line.ends_with(": test")).count(), Ordering::Relaxed);
             verdict(&command, &logged(step.name, &command, log)?)
         }
+        StepKind::Simulation(program) => simulation(program, root, log),
         StepKind::Models(tool) => models(tool, root, log),
         StepKind::Instructions => instructions::test(root, log),
     }
+}
+
+/// Builds a program that runs worlds, and runs it.
+fn simulation(program: &str, root: &Path, log: &File) -> Result<Verdict> {
+    let mut build = cargo(root);
+    // All crates and a test, for the dependencies to have the features that they have in `unit`; with those that one
+    // program needs, 60 crates would be compiled a second time.
+    build.args(["build", "--workspace", "--bin", program, "--test", "worlds"]);
+    check(&logged("cargo build", &build, log)?)?;
+    let mut command = Command::new(target_folder(root).join("debug").join(program));
+    command.args(["0..100000", "--seconds", "30"]);
+    let ended = logged(program, &command, log)?;
+    ensure!(ended.status.success(), "{program} ended with {}:\n{}", ended.status, tail(&ended.stdout, SHOWN_LINES));
+    Ok(Verdict::passed())
 }
 
 /// Builds the product as its users do, or as its developers do, which is quicker; returns the program.
@@ -206,31 +217,20 @@ fn models(tool: &str, root: &Path, log: &File) -> Result<Verdict> {
     }
     flags.push("--cfg ");
     flags.push(tool);
-    let (mut passed, mut failed, mut skipped, mut texts) = (0, 0, 0, Vec::new());
+    let mut command = cargo(root);
+    command.args(["test", "--release", "--no-fail-fast"]);
+    // In one call, so that all packages have the same features of their dependencies, which are then compiled once.
     for (package, tests) in &found {
-        let mut command = cargo(root);
-        command.args(["test", "--release", "--no-fail-fast", "-p", package]);
+        command.args(["-p", package]);
         for test in tests {
             command.args(["--test", test]);
         }
-        command.env("RUSTFLAGS", &flags).env("CARGO_TARGET_DIR", target_folder(root).join(tool));
-        // The models should run fast, but need not be linked as the product is. Some rely on overflow checks.
-        command.env("CARGO_PROFILE_RELEASE_LTO", "off").env("CARGO_PROFILE_RELEASE_CODEGEN_UNITS", "16");
-        command.env("CARGO_PROFILE_RELEASE_OVERFLOW_CHECKS", "true");
-        match verdict(&command, &logged(&format!("{tool} of {package}"), &command, log)?)? {
-            Verdict::Passed(count) => passed += count,
-            Verdict::Mixed { passed: p, failed: f, skipped: s, text } => {
-                (passed, failed, skipped) = (passed + p, failed + f, skipped + s);
-                texts.push(text);
-            }
-            Verdict::Measured(_) => passed += 1,
-            Verdict::Skipped(reason) => bail!("{package}: {reason}"),
-        }
     }
-    match failed + skipped {
-        0 => Ok(Verdict::Passed(passed)),
-        _ => Ok(Verdict::Mixed { passed, failed, skipped, text: texts.join("\n") }),
-    }
+    command.env("RUSTFLAGS", &flags).env("CARGO_TARGET_DIR", target_folder(root).join(tool));
+    // The models should run fast, but need not be linked as the product is. Some rely on overflow checks.
+    command.env("CARGO_PROFILE_RELEASE_LTO", "off").env("CARGO_PROFILE_RELEASE_CODEGEN_UNITS", "16");
+    command.env("CARGO_PROFILE_RELEASE_OVERFLOW_CHECKS", "true");
+    verdict(&command, &logged(tool, &command, log)?)
 }
 
 /// Each package with models, and the names of the test targets that hold them.
