@@ -14,7 +14,7 @@
 //! [`Controller`] is the other side: registers, admin commands, I/O queues.
 //!
 //! Fabrics: [tcp] has queues over TCP connections, [fabrics] their commands, [auth] the authentication of both sides,
-//! [`DiscoveryLog`] the log of a discovery service.
+//! [tls] the keys of encrypted connections, [`DiscoveryLog`] the log of a discovery service.
 //!
 //! This crate does no I/O, starts no thread, reads no clock and makes no system call.
 //!
@@ -36,6 +36,7 @@ mod fields;
 mod host;
 mod identify;
 mod io_queue;
+mod key_text;
 mod lists;
 mod loopback;
 mod namespace;
@@ -46,6 +47,7 @@ mod sqe;
 mod status;
 mod subsystem;
 pub mod tcp;
+pub mod tls;
 mod walk;
 
 pub use ana::{ANA_LOG, AnaGroup, AnaGroups, AnaLog, AnaSnapshot, AnaState};

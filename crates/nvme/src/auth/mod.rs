@@ -11,7 +11,8 @@
 //!
 //! [`AuthHost`] and [`AuthTarget`] are the two sides: state machines without I/O, clock or random numbers of their own.
 //! Messages go to the controller by Authentication Send and come from it by Authentication Receive, whose transport is
-//! the owner's business, as is the time for all of it. Not here: TLS, and keys for it (secure channel concatenation).
+//! the owner's business, as is the time for all of it. Not here: keys for TLS that follow from it (secure channel
+//! concatenation).
 //!
 //! Source: NVM Express Base Specification 2.1, 8.3.5.5; the groups are those of RFC 7919.
 
@@ -30,8 +31,9 @@ use crate::fabrics::Nqn;
 use self::group::DhGroup;
 pub use self::host::{AuthError, AuthHost, AuthStep};
 pub use self::message::AUTH_MESSAGE_BYTES_MAX;
-pub use self::secret::{AuthSecrets, DhchapSecret, HostSecrets, SecretError};
+pub use self::secret::{AuthSecrets, DhchapSecret, HostSecrets};
 pub use self::target::{AuthOutcome, AuthTarget};
+pub use crate::key_text::SecretError;
 
 /// Protocol of Authentication Send and Receive (SECP), and its two specific bytes.
 pub const AUTH_PROTOCOL: u8 = 0xe9;
@@ -85,7 +87,7 @@ impl AuthHash {
     }
 
     /// The HMAC of parts that follow each other.
-    fn hmac(self, key: &[u8], parts: &[&[u8]]) -> Vec<u8> {
+    pub(crate) fn hmac(self, key: &[u8], parts: &[&[u8]]) -> Vec<u8> {
         match self {
             AuthHash::Sha256 => keyed::<Hmac<Sha256>>(key, parts).finalize().into_bytes().to_vec(),
             AuthHash::Sha384 => keyed::<Hmac<Sha384>>(key, parts).finalize().into_bytes().to_vec(),

@@ -9,42 +9,15 @@ use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
 
-use base64::Engine;
-use base64::engine::general_purpose::STANDARD;
-use crc_fast::{CrcAlgorithm, checksum};
-
 use super::{AuthHash, AuthSeed};
 use crate::fabrics::Nqn;
+use crate::key_text::{KeyText, KeyTextForm, SecretError};
 
-const PREFIX: &str = "DHHC-1:";
-const CRC_BYTES: usize = 4;
-
-/// Why a text is no secret.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum SecretError {
-    /// No `DHHC-1:hh:` at its start, or no colon at its end.
-    #[error("it does not have the form DHHC-1:hh:BASE64:")]
-    Form,
-    /// The hash is unknown.
-    #[error("its hash is none of 00, 01, 02, 03")]
-    Hash,
-    /// The text is no base64.
-    #[error("it is not base64 between the colons")]
-    Base64,
-    /// The key has another length.
-    #[error("its key has {0} bytes; keys have 32, 48 or 64")]
-    Length(usize),
-    /// The checksum does not match.
-    #[error("its checksum is wrong: a character was changed or lost")]
-    Checksum,
-}
+const FORM: KeyTextForm = KeyTextForm { prefix: "DHHC-1:", hashes: "00, 01, 02, 03", lengths: &[32, 48, 64] };
 
 /// The secret of a host or a controller.
 #[derive(Clone, PartialEq, Eq)]
-pub struct DhchapSecret {
-    hash: Option<AuthHash>,
-    key: Vec<u8>,
-}
+pub struct DhchapSecret(KeyText);
 
 impl fmt::Debug for DhchapSecret {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -58,11 +31,7 @@ impl DhchapSecret {
     /// # Errors
     /// The key has another length.
     pub fn new(key: Vec<u8>, hash: Option<AuthHash>) -> Result<DhchapSecret, SecretError> {
-        if [32, 48, 64].contains(&key.len()) {
-            Ok(DhchapSecret { hash, key })
-        } else {
-            Err(SecretError::Length(key.len()))
-        }
+        FORM.check(KeyText { hash, key }).map(DhchapSecret)
     }
 
     /// Parses a text, of which white space around it is no part.
@@ -70,39 +39,21 @@ impl DhchapSecret {
     /// # Errors
     /// See [`SecretError`].
     pub fn parse(text: &str) -> Result<DhchapSecret, SecretError> {
-        let rest = text.trim().strip_prefix(PREFIX).ok_or(SecretError::Form)?;
-        let (hash, rest) = rest.split_once(':').ok_or(SecretError::Form)?;
-        let key = rest.strip_suffix(':').ok_or(SecretError::Form)?;
-        let hash = match hash {
-            "00" => None,
-            "01" => Some(AuthHash::Sha256),
-            "02" => Some(AuthHash::Sha384),
-            "03" => Some(AuthHash::Sha512),
-            _ => return Err(SecretError::Hash),
-        };
-        let mut key = STANDARD.decode(key).map_err(|_| SecretError::Base64)?;
-        let bytes = key.len().saturating_sub(CRC_BYTES);
-        let crc = key.split_off(bytes);
-        let secret = DhchapSecret::new(key, hash)?;
-        if crc == secret.crc() { Ok(secret) } else { Err(SecretError::Checksum) }
+        FORM.parse(text).map(DhchapSecret)
     }
 
     /// The text, which is as secret as the key.
     pub fn reveal(&self) -> String {
-        let key = STANDARD.encode([&self.key[..], &self.crc()].concat());
-        format!("{PREFIX}{:02}:{key}:", self.hash.map_or(0, AuthHash::id))
+        FORM.reveal(&self.0)
     }
 
     /// The key for responses of the host or subsystem with this name.
     pub(super) fn transformed(&self, owner: &Nqn) -> Vec<u8> {
-        match self.hash {
-            None => self.key.clone(),
-            Some(hash) => hash.hmac(&self.key, &[owner.as_str().as_bytes(), b"NVMe-over-Fabrics"]),
+        let KeyText { hash, key } = &self.0;
+        match hash {
+            None => key.clone(),
+            Some(hash) => hash.hmac(key, &[owner.as_str().as_bytes(), b"NVMe-over-Fabrics"]),
         }
-    }
-
-    fn crc(&self) -> [u8; CRC_BYTES] {
-        (checksum(CrcAlgorithm::Crc32IsoHdlc, &self.key) as u32).to_le_bytes()
     }
 }
 
@@ -146,17 +97,17 @@ mod tests {
     #[test]
     fn each_text_that_is_no_secret_is_told_why() {
         let text = DhchapSecret::new(vec![1; 32], None).unwrap().reveal();
-        let short = format!("DHHC-1:00:{}:", STANDARD.encode([1; 24]));
+        let short = "DHHC-1:00:AQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEB:";
         let changed = text.replacen("AQEB", "AQEC", 1);
         for (text, error) in [
-            ("", SecretError::Form),
-            ("secret", SecretError::Form),
-            ("DHHC-1:00", SecretError::Form),
-            (text.trim_end_matches(':'), SecretError::Form),
-            (&text.replace(":00:", ":04:"), SecretError::Hash),
+            ("", SecretError::Form("DHHC-1:")),
+            ("secret", SecretError::Form("DHHC-1:")),
+            ("DHHC-1:00", SecretError::Form("DHHC-1:")),
+            (text.trim_end_matches(':'), SecretError::Form("DHHC-1:")),
+            (&text.replace(":00:", ":04:"), SecretError::Hash("00, 01, 02, 03")),
             ("DHHC-1:00:no base64:", SecretError::Base64),
-            ("DHHC-1:00::", SecretError::Length(0)),
-            (&short, SecretError::Length(20)),
+            ("DHHC-1:00::", SecretError::Length(0, &[32, 48, 64])),
+            (short, SecretError::Length(20, &[32, 48, 64])),
             (&changed, SecretError::Checksum),
         ] {
             assert_eq!(DhchapSecret::parse(text), Err(error), "{text}");

@@ -69,6 +69,33 @@ impl SendList {
         })
     }
 
+    /// Appends its bytes to others, from this byte on and at most so many. False if a segment of them lies outside the
+    /// memory, whose bytes are zeros then.
+    pub fn copy(&self, memory: &RegionTable, from: usize, most: usize, into: &mut Vec<u8>) -> bool {
+        let (mut skip, end, mut is_whole) = (from, into.len() + most, true);
+        for piece in self.pieces() {
+            let len = match piece {
+                SendPiece::Bytes(bytes) => bytes.len(),
+                SendPiece::Data(segment) => segment.len as usize,
+            };
+            let (start, room) = (skip.min(len), end - into.len());
+            skip -= start;
+            let taken = (len - start).min(room);
+            match piece {
+                SendPiece::Bytes(bytes) => into.extend_from_slice(&bytes[start..start + taken]),
+                SendPiece::Data(segment) => {
+                    let at = into.len();
+                    into.resize(at + taken, 0);
+                    match memory.resolve(segment) {
+                        Some(span) => span.part(start, taken).copy_to_slice(&mut into[at..]),
+                        None => is_whole &= taken == 0,
+                    }
+                }
+            }
+        }
+        is_whole
+    }
+
     /// Pieces of data for which the next PDU has room, at least [`SendList::DATA_PIECES_MIN`]; `None` if there are
     /// fewer.
     pub(super) fn room(&self) -> Option<usize> {
@@ -124,5 +151,38 @@ pub(super) fn update_digest(digest: &mut Crc32c, memory: &RegionTable, segment: 
         let len = DIGEST_CHUNK.min(span.len() - start);
         span.part(start, len).copy_to_slice(&mut chunk[..len]);
         digest.update(&chunk[..len]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use blkyard_mem::Region;
+
+    use super::*;
+
+    #[test]
+    fn any_part_of_a_list_can_be_copied() {
+        let region = Region::shared(8192).unwrap();
+        let data: Vec<u8> = (0..8192_u32).map(|at| (at * 7 / 3) as u8).collect();
+        region.span(0, 8192).unwrap().copy_from_slice(&data);
+        let memory = RegionTable::new(vec![region]);
+        let mut list = SendList::new(SendList::PIECES_MIN);
+        list.push_bytes(b"head");
+        for (offset, len) in [(100, 50), (4000, 1000)] {
+            list.entries.push(SendEntry::Data(Segment { region: 0, offset, len }));
+            list.total += len as usize;
+        }
+        list.push_bytes(b"tail");
+        let whole = [b"head", &data[100..150], &data[4000..5000], b"tail"].concat();
+        for (from, most) in [(0, 2000), (0, 3), (2, 10), (4, 50), (60, 994), (1056, 10), (1058, 10), (0, 0)] {
+            let mut copied = b"before".to_vec();
+            assert!(list.copy(&memory, from, most, &mut copied));
+            assert_eq!(copied[6..], whole[from..whole.len().min(from + most)], "{most} bytes from {from} on");
+        }
+        let outside = Segment { region: 0, offset: 8000, len: 1000 };
+        list.entries.push(SendEntry::Data(outside));
+        let mut copied = Vec::new();
+        assert!(list.copy(&memory, 0, whole.len(), &mut copied), "it is not among these");
+        assert!(!list.copy(&memory, 0, whole.len() + 1, &mut copied));
     }
 }
