@@ -56,7 +56,7 @@ impl SubsystemPorts {
         namespaces: Vec<(u32, DeviceInfo)>,
         (queues, serial): (u16, String),
     ) -> Result<(NvmeTcpDisk, Arc<NvmeTcpAna>, TcpListener), ServeError> {
-        let WantedTarget { address, nqn, hosts, auth, referrals, first_controller, groups, states } = target;
+        let WantedTarget { address, nqn, hosts, auth, tls, referrals, first_controller, groups, states } = target;
         let bound = inherited.map_or_else(|| TcpListener::bind(address), Ok);
         let listener = bound.map_err(|source| {
             SpecError::new(name, format!("{address}: {source}"), "name an address of this machine and a free port")
@@ -76,6 +76,7 @@ impl SubsystemPorts {
         let disk = disk.with_ana(Arc::clone(&ana)).with_first_controller(first);
         let disk = if let Some(hosts) = hosts { disk.with_hosts(hosts) } else { disk };
         let disk = if let Some(auth) = auth { disk.with_auth(auth) } else { disk };
+        let disk = if let Some(tls) = tls { disk.with_tls(tls) } else { disk };
         Ok((disk, ana, listener))
     }
 

@@ -5,12 +5,13 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 
 use blkyard::rate::{RateSlot, take_own_rate};
-use blkyard::secrets::read_host_secrets;
+use blkyard::secrets::{read_host_secrets, read_tls_hosts};
 use blkyard::spec::{Spec, SpecError};
 use blkyard_export::{NvmeDoorbells, NvmePciId, NvmeTcpDisk, QUEUES_MAX, SocketConfig};
 use blkyard_mq::DeviceInfo;
 use blkyard_nvme::auth::HostSecrets;
 use blkyard_nvme::fabrics::Nqn;
+use blkyard_nvme::tls::TlsHosts;
 use blkyard_nvme::{AnaGroups, AnaState, NamespaceTable, ServedNamespace};
 use blkyard_os::cpu_places;
 use blkyard_virtio::SerialId;
@@ -42,6 +43,8 @@ pub(crate) struct WantedTarget {
     pub(crate) hosts: Option<Vec<Nqn>>,
     /// Those of them that are authenticated.
     pub(crate) auth: Option<HostSecrets>,
+    /// Those of them whose connections are encrypted.
+    pub(crate) tls: Option<TlsHosts>,
     /// Other discovery services.
     pub(crate) referrals: Vec<SocketAddr>,
     /// The first controller identifier, if it is given.
@@ -180,19 +183,25 @@ pub(crate) fn want(mut spec: Spec, number: usize, device: ShareDevice) -> Result
 fn want_target(spec: &mut Spec, nqn: Option<Nqn>, serial: &str) -> Result<WantedTarget, SpecError> {
     let address = parse_target(spec)?;
     let is_remote = spec.take_switch("remote")?.unwrap_or(false);
-    let secrets = spec.take("secrets");
-    if !address.ip().is_loopback() && !is_remote {
-        let cause = format!("{} can be reached from other machines, and data is not encrypted", address.ip());
-        return Err(SpecError::new(&spec.name, cause, "add ?remote=on on a network that you trust, or use 127.0.0.1"));
-    }
+    let (secrets, tls_keys) = (spec.take("secrets"), spec.take("tls_keys"));
     let names = |text: &str| text.split(',').map(|name| Nqn::new(name.trim())).collect::<Option<Vec<_>>>();
+    let mut hosts = spec.take_with("hosts", NQNS, names)?;
     let machine = || rustix::system::uname().nodename().to_string_lossy().into_owned();
     let nqn = nqn.unwrap_or_else(|| NvmeTcpDisk::default_nqn(&machine(), serial));
-    let mut hosts = spec.take_with("hosts", NQNS, names)?;
     let auth = secrets.map(|path| read_host_secrets(&spec.name, &path)).transpose()?;
     if let Some(auth) = &auth {
         // Others only if they are named.
         hosts.get_or_insert_default().extend(auth.hosts.keys().cloned());
+    }
+    let tls = tls_keys.map(|path| read_tls_hosts(&spec.name, &path, &nqn)).transpose()?;
+    if let Some(tls) = &tls {
+        hosts.get_or_insert_default().extend(tls.hosts().cloned());
+    }
+    let is_encrypted = tls.as_ref().is_some_and(|tls| hosts.iter().flatten().all(|host| tls.contains(host)));
+    if !address.ip().is_loopback() && !is_remote && !is_encrypted {
+        let cause = format!("{} can be reached from other machines, and not all data is encrypted", address.ip());
+        let cure = "add tls_keys=FILE for all hosts, or remote=on on a network that you trust, or use 127.0.0.1";
+        return Err(SpecError::new(&spec.name, cause, cure));
     }
     let referrals = spec.take_with("referrals", "addresses with ports, such as 127.0.0.1:8009", |text| {
         text.split(',').map(|address| address.trim().parse().ok()).collect::<Option<Vec<SocketAddr>>>()
@@ -203,6 +212,7 @@ fn want_target(spec: &mut Spec, nqn: Option<Nqn>, serial: &str) -> Result<Wanted
         nqn,
         hosts,
         auth,
+        tls,
         referrals: referrals.unwrap_or_default(),
         first_controller: first_controller.map(|first| first as u16),
         groups: Vec::new(),

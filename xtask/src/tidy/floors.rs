@@ -16,15 +16,16 @@ const FLOORS: &[(&str, &[&str])] = &[
     ("wire", &[]),
     ("mq", &["mem"]),
     ("sys", &["mem"]),
+    ("tls", &[]),
     ("virtio", &["mem", "mq"]),
     ("nvme", &["mem", "wire", "mq"]),
     ("mpath", &["mq"]),
-    ("export", &["mem", "wire", "mq", "sys", "virtio", "nvme"]),
-    ("attach", &["mem", "wire", "mq", "sys", "virtio", "nvme", "mpath"]),
+    ("export", &["mem", "wire", "mq", "sys", "tls", "virtio", "nvme"]),
+    ("attach", &["mem", "wire", "mq", "sys", "tls", "virtio", "nvme", "mpath"]),
     ("os", &["mem", "mq", "sys"]),
     ("sim", &["mem", "mq"]),
     ("stack", &["mem", "mq", "sys", "virtio", "nvme", "mpath", "export", "attach", "sim"]),
-    ("blkyard", &["mem", "wire", "mq", "sys", "virtio", "nvme", "mpath", "export", "attach", "os", "sim"]),
+    ("blkyard", &["mem", "wire", "mq", "sys", "tls", "virtio", "nvme", "mpath", "export", "attach", "os", "sim"]),
     ("lab", &["mem", "wire", "mq", "sys", "virtio", "nvme", "mpath", "export", "attach", "os", "sim", "blkyard"]),
     (
         "cli",
@@ -34,9 +35,14 @@ const FLOORS: &[(&str, &[&str])] = &[
 
 /// Further imports of a crate's tests: the queue core is tested over the simulation's chaos device, path
 /// policies over its model paths, an export on real
-/// lanes, attached disks against an export.
-const TESTS: &[(&str, &[&str])] =
-    &[("mq", &["sim"]), ("mpath", &["sim"]), ("export", &["os", "attach"]), ("attach", &["export", "os"])];
+/// lanes, attached disks against an export, the program against strangers.
+const TESTS: &[(&str, &[&str])] = &[
+    ("mq", &["sim"]),
+    ("mpath", &["sim"]),
+    ("export", &["os", "attach"]),
+    ("attach", &["export", "os"]),
+    ("cli", &["tls"]),
+];
 
 /// Crates of the command line, and who may import them: a program that embeds the library has its own.
 const COMMAND_LINE: (&[&str], &[&str]) = (&["clap", "indicatif"], &["lab", "cli"]);

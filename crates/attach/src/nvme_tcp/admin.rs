@@ -79,8 +79,11 @@ impl AdminConnection {
     /// Takes what has come: the outcome of a connect, and bytes.
     pub(super) fn receive(&mut self, now_ns: u64) {
         self.look_at_attempt(now_ns);
-        for _ in 0..RECEIVES_MAX {
-            let Some(stream) = &mut self.stream else { return };
+        let mut receives = 0;
+        while let Some(stream) = &mut self.stream
+            && (receives < RECEIVES_MAX || stream.has_more())
+        {
+            receives += 1;
             let association = stream.association;
             let (bytes, mut state) = stream.receive();
             if bytes.is_empty() && state == AdminStreamState::Open {

@@ -11,9 +11,11 @@ use std::sync::mpsc::{Receiver, TryRecvError, channel};
 use std::time::Duration;
 
 use blkyard_mem::RegionTable;
-use blkyard_mq::SendPiece;
 use blkyard_nvme::tcp::SendList;
+use blkyard_nvme::tls::TlsPsk;
 use blkyard_sys::{EventFd, PollFlags};
+
+use crate::nvme_tcp::tls_socket::TlsSocket;
 
 /// Bytes read at once.
 const READ_BYTES: usize = 16 << 10;
@@ -41,6 +43,16 @@ pub trait AdminSocket: Read + Write + Debug + Send {
     /// Descriptor to wait for; unset for one that signals its owner otherwise.
     fn descriptor(&self) -> Option<BorrowedFd<'_>>;
 
+    /// Whether bytes have come of which the descriptor does not tell.
+    fn has_more(&self) -> bool {
+        false
+    }
+
+    /// Whether the system has not taken all that was written: once it has room, [`Write::flush`] goes on.
+    fn is_sending(&self) -> bool {
+        false
+    }
+
     /// The other end is to see the end of the stream behind what was written.
     fn finish(&mut self);
 }
@@ -62,16 +74,19 @@ impl AdminSocket for TcpStream {
 
 /// Connects sockets of the system, each on a thread of its own.
 #[derive(Debug)]
-pub(super) struct SystemConnector;
+pub(super) struct SystemConnector {
+    /// Key of the connections, if they are encrypted.
+    pub(super) tls: Option<Arc<TlsPsk>>,
+}
 
 impl AdminConnector for SystemConnector {
     /// Resolves the address and connects, to the first of its addresses that answers.
     fn begin(&self, address: &str, limit: Duration, wake: &Arc<EventFd>) -> Box<dyn AdminAttempt> {
         let (sender, outcome) = channel();
-        let (address, wake) = (address.to_owned(), Arc::clone(wake));
+        let (address, wake, psk) = (address.to_owned(), Arc::clone(wake), self.tls.clone());
         let failed = sender.clone();
         let thread = std::thread::Builder::new().name("nvme-connect".into()).spawn(move || {
-            let _ = sender.send(connect(&address, limit));
+            let _ = sender.send(connect(&address, psk.as_deref(), limit));
             wake.signal();
         });
         if let Err(error) = thread {
@@ -83,28 +98,35 @@ impl AdminConnector for SystemConnector {
 
 /// A connect on a thread of its own.
 #[derive(Debug)]
-struct SystemAttempt(Receiver<Result<TcpStream, String>>);
+struct SystemAttempt(Receiver<Result<Box<dyn AdminSocket>, String>>);
 
 impl AdminAttempt for SystemAttempt {
     fn outcome(&mut self) -> Option<Result<Box<dyn AdminSocket>, String>> {
         match self.0.try_recv() {
-            Ok(outcome) => Some(outcome.map(|socket| Box::new(socket) as _)),
+            Ok(outcome) => Some(outcome),
             Err(TryRecvError::Empty) => None,
             Err(TryRecvError::Disconnected) => Some(Err("the thread that connects has ended".into())),
         }
     }
 }
 
-fn connect(address: &str, limit: Duration) -> Result<TcpStream, String> {
+fn connect(address: &str, psk: Option<&TlsPsk>, limit: Duration) -> Result<Box<dyn AdminSocket>, String> {
     let addresses = address.to_socket_addrs().map_err(|error| format!("cannot resolve {address}: {error}"))?;
     let mut last = format!("{address} has no address");
     for address in addresses {
         match TcpStream::connect_timeout(&address, limit) {
             Ok(socket) => {
-                socket.set_nonblocking(true).map_err(|error| error.to_string())?;
                 // Commands are small, and their answers are awaited.
                 let _ = socket.set_nodelay(true);
-                return Ok(socket);
+                if let Some(psk) = psk {
+                    let shaken = TlsSocket::connect(socket, psk, limit);
+                    return match shaken {
+                        Ok(socket) => Ok(Box::new(socket)),
+                        Err(cause) => Err(format!("TLS with {address}: {cause}")),
+                    };
+                }
+                socket.set_nonblocking(true).map_err(|error| error.to_string())?;
+                return Ok(Box::new(socket));
             }
             Err(error) => last = format!("cannot connect to {address}: {error}"),
         }
@@ -144,18 +166,7 @@ impl AdminStream {
 
     /// Copies a list, to be sent.
     pub(super) fn push(&mut self, memory: &RegionTable, list: &SendList) {
-        for piece in list.pieces() {
-            match piece {
-                SendPiece::Bytes(bytes) => self.outgoing.extend_from_slice(bytes),
-                SendPiece::Data(segment) => {
-                    let start = self.outgoing.len();
-                    self.outgoing.resize(start + segment.len as usize, 0);
-                    if let Some(span) = memory.resolve(segment) {
-                        span.copy_to_slice(&mut self.outgoing[start..]);
-                    }
-                }
-            }
-        }
+        list.copy(memory, 0, list.total(), &mut self.outgoing);
     }
 
     /// Sends as much as the socket takes.
@@ -168,7 +179,12 @@ impl AdminStream {
                 Err(_) => return AdminStreamState::Lost,
             }
         }
-        AdminStreamState::Open
+        match self.socket.flush() {
+            Err(error) if !matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {
+                AdminStreamState::Lost
+            }
+            _ => AdminStreamState::Open,
+        }
     }
 
     /// Receives once. `take` gets the bytes; none if nothing has come.
@@ -183,9 +199,15 @@ impl AdminStream {
         }
     }
 
+    /// Whether bytes have come of which [`AdminStream::events`] does not tell.
+    pub(super) fn has_more(&self) -> bool {
+        self.socket.has_more()
+    }
+
     /// What to wait for.
     pub(super) fn events(&self) -> Option<(BorrowedFd<'_>, PollFlags)> {
-        let out = if self.outgoing.is_empty() { PollFlags::empty() } else { PollFlags::OUT };
+        let is_sending = !self.outgoing.is_empty() || self.socket.is_sending();
+        let out = if is_sending { PollFlags::OUT } else { PollFlags::empty() };
         Some((self.socket.descriptor()?, PollFlags::IN | out))
     }
 

@@ -39,7 +39,8 @@ impl AdminClient {
     ) -> Result<AdminClient, AttachError> {
         let wake = EventFd::new().map_err(|source| AttachError::System { disk: name.to_owned(), source })?;
         let (wake, began) = (Arc::new(wake), clock.now());
-        let mut admin = AdminConnection::new(host, address.to_owned(), Box::new(SystemConnector), Arc::clone(&wake));
+        let connector = Box::new(SystemConnector { tls: host.tls.clone() });
+        let mut admin = AdminConnection::new(host, address.to_owned(), connector, Arc::clone(&wake));
         admin.host.start(0);
         Ok(AdminClient { name: name.to_owned(), admin, wake, clock, began, limit, until: began + limit })
     }

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use blkyard_mpath::{ConnectionState, PathMonitor};
 use blkyard_mq::{DeviceInfo, QueueCounts, QueueKind};
-use blkyard_nvme::{NamespaceIds, ScannedNamespace};
+use blkyard_nvme::{FabricsHostConfig, NamespaceIds, ScannedNamespace};
 use blkyard_sys::EventFd;
 
 use crate::AttachError;
@@ -130,9 +130,14 @@ impl TcpNamespace {
     /// # Errors
     /// See [`AttachError`]: each names device, cause and cure.
     pub fn open(config: TcpNamespaceConfig) -> Result<TcpNamespace, AttachError> {
-        let (mut control, sender) = TcpNamespace::control(config, Box::new(SystemConnector))?;
+        let (mut control, sender) = TcpNamespace::control_of_system(config)?;
         control.open()?;
         TcpNamespace::of(&control, sender).run(control)
+    }
+
+    fn control_of_system(config: TcpNamespaceConfig) -> Result<(TcpControl, ControlSender<TcpCommand>), AttachError> {
+        let connector = SystemConnector { tls: config.host.tls.clone() };
+        TcpNamespace::control(config, Box::new(connector))
     }
 
     /// The control side of a new association, and the way to it.
@@ -180,7 +185,7 @@ impl TcpNamespace {
         beside: &TcpNamespace,
         late: LateNamespace,
     ) -> Result<TcpNamespace, AttachError> {
-        let (mut control, sender) = TcpNamespace::control(config, Box::new(SystemConnector))?;
+        let (mut control, sender) = TcpNamespace::control_of_system(config)?;
         control.shared.monitor.change(|state| state.connection = ConnectionState::Connecting);
         control.shared.note(|view| view.last_loss = Some(late.why.clone()));
         let (counts, depth) = (beside.counts, late.depth);
@@ -280,7 +285,7 @@ impl TcpNamespace {
         let Some(commands) = self.commands.clone().filter(|to| to.send(TcpCommand::Open(kind, answer))) else {
             return Err(AttachError::Ended { disk });
         };
-        Ok(TcpQueueOpening { disk, wait, commands, connect_ns: self.config.host.connect_ns })
+        Ok(TcpQueueOpening { disk, wait, commands, host: self.config.host.clone() })
     }
 }
 
@@ -290,7 +295,7 @@ pub struct TcpQueueOpening {
     disk: String,
     wait: Receiver<Result<OpenedTcpQueue, AttachError>>,
     commands: ControlSender<TcpCommand>,
-    connect_ns: u64,
+    host: FabricsHostConfig,
 }
 
 impl TcpQueueOpening {
@@ -299,12 +304,12 @@ impl TcpQueueOpening {
     /// # Errors
     /// All queues are open, or there is no answer in this time.
     pub fn wait(self, limit: Duration) -> Result<TcpNamespaceQueue, AttachError> {
-        let TcpQueueOpening { disk, wait, commands, connect_ns } = self;
+        let TcpQueueOpening { disk, wait, commands, host } = self;
         let opened = wait.recv_timeout(limit).map_err(|error| match error {
             RecvTimeoutError::Timeout => AttachError::Busy { disk, limit },
             RecvTimeoutError::Disconnected => AttachError::Ended { disk },
         })??;
-        Ok(TcpNamespaceQueue::new(opened, commands, connect_ns))
+        Ok(TcpNamespaceQueue::new(opened, commands, host.connect_ns, host.tls))
     }
 }
 

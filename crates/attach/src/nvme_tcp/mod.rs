@@ -11,7 +11,9 @@
 //! queue and owns its stream, on the lane. Requests of a lost connection stay in flight until its stream is closed, and
 //! wait for the next association.
 //!
-//! Not here: authentication, TLS, several paths.
+//! Connections with a key are encrypted by a [`TlsChannel`](blkyard_tls::TlsChannel) between socket and queue.
+//!
+//! Not here: several paths.
 
 mod admin;
 mod admin_stream;
@@ -23,6 +25,7 @@ mod disk;
 mod mailbox;
 mod peer;
 mod queue;
+mod tls_socket;
 
 use std::sync::Arc;
 

@@ -11,6 +11,8 @@
 //! A queue that moves to another lane takes its stream along. The stream of a queue that is dropped goes to the control
 //! thread, or is closed by the ring that has it.
 
+mod tls;
+
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -21,8 +23,10 @@ use blkyard_mq::{
     StreamSocket, TimedOut,
 };
 use blkyard_nvme::tcp::SendList;
+use blkyard_nvme::tls::TlsPsk;
 use blkyard_nvme::{FabricsIoQueue, StreamRequest};
 
+use self::tls::QueueTls;
 use crate::mailbox::ControlSender;
 use crate::nvme_tcp::mailbox::{OpenedTcpQueue, TcpCommand, TcpQueueMailbox};
 
@@ -59,6 +63,10 @@ pub struct TcpNamespaceQueue {
     address: Option<SocketAddr>,
     list: SendList,
     connect_ns: u64,
+    /// Key of its connections, if they are encrypted.
+    psk: Option<Arc<TlsPsk>>,
+    /// Encryption of the present one.
+    tls: Option<Box<QueueTls>>,
     /// Whether something may be sent in the next round only.
     is_waiting_to_send: bool,
 }
@@ -68,6 +76,7 @@ impl TcpNamespaceQueue {
         opened: OpenedTcpQueue,
         control: ControlSender<TcpCommand>,
         connect_ns: u64,
+        psk: Option<Arc<TlsPsk>>,
     ) -> TcpNamespaceQueue {
         let OpenedTcpQueue { queue, mailbox } = opened;
         TcpNamespaceQueue {
@@ -79,6 +88,8 @@ impl TcpNamespaceQueue {
             address: None,
             list: SendList::new(PIECES_MAX),
             connect_ns,
+            psk,
+            tls: None,
             is_waiting_to_send: false,
         }
     }
@@ -101,7 +112,10 @@ impl TcpNamespaceQueue {
                     self.received(cx, stream, direct);
                 }
                 (StreamEvent::Sent(number), QueueStream::Open(_)) => {
-                    self.queue.sent(number);
+                    // What is encrypted is a copy.
+                    if self.tls.is_none() {
+                        self.queue.sent(number);
+                    }
                     self.is_waiting_to_send = false;
                 }
                 (event, _) => self.changed(cx, event, now_ns),
@@ -122,6 +136,9 @@ impl TcpNamespaceQueue {
         if direct > 0 {
             self.queue.received(direct);
         }
+        if self.tls.is_some() {
+            return self.received_sealed(cx, stream);
+        }
         let bytes = cx.received(stream);
         let len = bytes.len();
         self.queue.receive(bytes);
@@ -133,7 +150,8 @@ impl TcpNamespaceQueue {
     #[inline]
     fn receive<Cx: ?Sized + StreamService>(&mut self, cx: &mut Cx, stream: StreamId) {
         let memory = self.queue.memory();
-        cx.receive(stream, self.queue.destination().map(|segment| StreamDestination { memory, segment }));
+        let destination = if self.tls.is_none() { self.queue.destination() } else { None };
+        cx.receive(stream, destination.map(|segment| StreamDestination { memory, segment }));
     }
 
     /// Events other than those of a running connection.
@@ -142,11 +160,14 @@ impl TcpNamespaceQueue {
         match (event, &self.stream) {
             (StreamEvent::Connected, QueueStream::Open(stream)) => {
                 let stream = *stream;
-                self.queue.opened(now_ns);
+                match self.psk.clone() {
+                    None => self.queue.opened(now_ns),
+                    Some(psk) => self.shake_hands(cx, stream, &psk, now_ns),
+                }
                 self.receive(cx, stream);
             }
             (StreamEvent::Closed, _) => {
-                (self.stream, self.is_waiting_to_send) = (QueueStream::None, false);
+                (self.stream, self.is_waiting_to_send, self.tls) = (QueueStream::None, false, None);
                 self.queue.closed();
             }
             (StreamEvent::EndOfStream | StreamEvent::Failed(_), QueueStream::Open(_)) => self.queue.lost(),
@@ -196,7 +217,7 @@ impl TcpNamespaceQueue {
     }
 
     fn open<Cx: ?Sized + StreamService>(&mut self, cx: &mut Cx, now_ns: u64) {
-        let (limits, until_ns) = (self.list.limits(), now_ns.saturating_add(self.connect_ns));
+        let (limits, until_ns) = (self.limits(), now_ns.saturating_add(self.connect_ns));
         let inbox = self.inbox.get_or_insert_with(|| cx.stream_inbox());
         let Some(address) = self.address else { return self.queue.closed() };
         match cx.connect(inbox, 0, address, limits, until_ns) {
@@ -215,8 +236,9 @@ impl TcpNamespaceQueue {
             return;
         }
         let QueueStream::Detached(socket) = std::mem::replace(&mut self.stream, QueueStream::None) else { return };
+        let limits = self.limits();
         let inbox = self.inbox.get_or_insert_with(|| cx.stream_inbox());
-        match cx.attach_stream(inbox, 0, socket, self.list.limits()) {
+        match cx.attach_stream(inbox, 0, socket, limits) {
             Ok(stream) => {
                 self.stream = QueueStream::Open(stream);
                 if cx.received(stream).is_empty() {
@@ -259,6 +281,9 @@ impl TcpNamespaceQueue {
     #[inline]
     fn send<Cx: ?Sized + StreamService>(&mut self, cx: &mut Cx) {
         let QueueStream::Open(stream) = self.stream else { return };
+        if self.tls.is_some() {
+            return self.send_sealed(cx, stream);
+        }
         while self.queue.wants_send() {
             if !cx.can_send(stream) {
                 self.is_waiting_to_send = true;

@@ -14,7 +14,7 @@ use blkyard_os::{SystemClock, cpu_places};
 
 use super::{DeviceKind, MakeConnector, adopt_by_name};
 use crate::device::{Backing, Device, DeviceError, DeviceHandover, DeviceOps, DeviceQueue, LatePath, ReceivedDevice};
-use crate::secrets::take_secrets;
+use crate::secrets::{take_secrets, take_tls_key};
 use crate::spec::{Spec, SpecError};
 
 pub(super) const KIND: DeviceKind =
@@ -65,6 +65,7 @@ pub(crate) fn take_config(spec: &mut Spec) -> Result<TcpNamespaceConfig, SpecErr
     config.ctrl_loss_ns = take_ns(spec, "ctrl_loss_s", 0, u64::from(u32::MAX))?.or(config.ctrl_loss_ns);
     config.fast_io_fail_ns = take_ns(spec, "fast_io_fail_s", 0, u64::from(u32::MAX))?.or(config.fast_io_fail_ns);
     take_secrets(spec, &mut config)?;
+    take_tls_key(spec, &mut config)?;
     let namespace = spec.take_number("namespace", 1, u64::from(u32::MAX) - 1)?;
     let timeout_s = spec.take_number("timeout_s", 1, 3600)?.unwrap_or(TIMEOUT_S);
     Ok(TcpNamespaceConfig {

@@ -57,6 +57,8 @@ pub enum NvmeSubcommand {
     Discover(discover::DiscoverArgs),
     /// Make a secret for the authentication of a host or a target.
     GenDhchapKey(gen_key::GenKeyArgs),
+    /// Make a key for the encrypted connections of a host.
+    GenTlsKey(gen_key::GenTlsKeyArgs),
     /// Show what a controller is and supports.
     IdCtrl(IdentifyArgs),
     /// Show size and format of a namespace.
@@ -235,6 +237,7 @@ pub fn run(args: &NvmeArgs) -> Result<ExitCode, NvmeCommandError> {
         NvmeSubcommand::List(args) => list(args)?,
         NvmeSubcommand::Discover(args) => discover::run(args)?,
         NvmeSubcommand::GenDhchapKey(args) => gen_key::run(args)?,
+        NvmeSubcommand::GenTlsKey(args) => gen_key::run_tls(args)?,
         NvmeSubcommand::IdCtrl(args) => controller(args)?,
         NvmeSubcommand::IdNs(args) => namespace(args)?,
         NvmeSubcommand::SmartLog(args) => smart_log(args)?,

@@ -35,6 +35,8 @@ mod nvme_restarts;
 mod nvme_takeover;
 mod nvme_tcp;
 mod nvme_tcp_takeover;
+#[cfg(feature = "tls")]
+mod nvme_tls;
 mod nvme_waits;
 mod output;
 mod serve;

@@ -3,13 +3,16 @@
 
 use std::io;
 use std::net::{SocketAddr, TcpStream};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use blkyard_nvme::auth::AuthTarget;
 use blkyard_nvme::fabrics::ConnectCommand;
 use blkyard_nvme::tcp::{SendList, TcpAdminEvent, TcpAdminQueue, TcpEnd, TcpTargetOptions};
+use blkyard_nvme::tls::TlsKeyTable;
 use blkyard_nvme::{AdminCompletion, ConnectedQueue, NvmeStatus};
 use blkyard_sys::{Epoll, EventFlags, Registered};
+use blkyard_tls::{HANDSHAKE, TlsChannel, TlsError};
 
 use super::socket::{Arrived, BufferedSocket};
 use super::{IN_CAPSULE_BYTES, TRANSFER_BYTES};
@@ -72,6 +75,8 @@ pub(super) struct TargetConnection {
     pub(super) until: Option<Instant>,
     /// Whether the set reports room for bytes to be sent.
     awaits_room: bool,
+    /// Keys for a peer that begins with a handshake of TLS. Unset without TLS, and behind the first byte.
+    keys: Option<Arc<TlsKeyTable>>,
 }
 
 impl TargetConnection {
@@ -93,12 +98,15 @@ impl TargetConnection {
     /// The system has no memory left.
     pub(super) fn accept(
         (stream, peer): (TcpStream, SocketAddr),
+        keys: Option<&Arc<TlsKeyTable>>,
         set: &Epoll,
         token: u64,
         now: Instant,
     ) -> io::Result<TargetConnection> {
         let queue = TcpAdminQueue::new(TargetConnection::OPTIONS)?;
-        TargetConnection::with(BufferedSocket::new(stream)?, peer, queue, set, token, now)
+        let mut connection = TargetConnection::with(BufferedSocket::new(stream)?, peer, queue, set, token, now)?;
+        connection.keys = keys.cloned();
+        Ok(connection)
     }
 
     /// A connection with this queue.
@@ -125,6 +133,7 @@ impl TargetConnection {
             list: SendList::new(SendList::PIECES_MIN),
             until: Some(now + CONNECT_TIME),
             awaits_room: false,
+            keys: None,
         })
     }
 
@@ -141,14 +150,40 @@ impl TargetConnection {
         let stream = socket.stream().try_clone()?;
         drop(socket);
         let peer = stream.peer_addr()?;
-        let mut connection = TargetConnection::accept((stream, peer), set, token, now)?;
+        let mut connection = TargetConnection::accept((stream, peer), None, set, token, now)?;
         connection.close(now);
         Ok(connection)
     }
 
     /// Receives bytes, once. False at the end of the stream.
     pub(super) fn receive(&mut self) -> bool {
-        self.socket.get_mut().receive(RECEIVE_BYTES) != Arrived::End
+        let socket = self.socket.get_mut();
+        let arrived = socket.receive(RECEIVE_BYTES);
+        if arrived != Arrived::Bytes {
+            return arrived != Arrived::End;
+        }
+        // Its first byte: no PDU of NVMe/TCP that a host may begin with has this type.
+        let Some(keys) = self.keys.take().filter(|_| socket.unread()[0] == HANDSHAKE) else { return true };
+        let Ok(channel) = TlsChannel::server(move |identity| keys.get(identity).map(<[u8]>::to_vec)) else {
+            return false;
+        };
+        socket.start_tls(channel);
+        socket.receive(RECEIVE_BYTES) != Arrived::End
+    }
+
+    /// The identity by which the peer is known, if the connection is encrypted.
+    pub(super) fn tls_identity(&self) -> Option<String> {
+        self.socket.get().tls_identity()
+    }
+
+    /// Whether it is encrypted.
+    pub(super) fn is_encrypted(&self) -> bool {
+        self.socket.get().is_encrypted()
+    }
+
+    /// Why its encryption is broken, once.
+    pub(super) fn take_tls_error(&mut self) -> Option<TlsError> {
+        self.socket.get_mut().take_tls_error()
     }
 
     /// The next event in the received bytes.
@@ -220,7 +255,7 @@ impl TargetConnection {
         self.phase = ConnectionPhase::Closing;
         self.until = Some(now + CLOSE_TIME);
         self.send();
-        self.socket.get().shut_down();
+        self.socket.get_mut().shut_down();
     }
 
     /// The socket and the queue of a connection that is an I/O queue.

@@ -4,7 +4,7 @@
 //! queues are client queues on their lanes. Formats are in `wire`, and what commands mean is in `nvme`; `core` does not
 //! depend on this module. See `docs/adr/0054-an-nvme-tcp-target.md`.
 //!
-//! Left out: reservations, TLS, in-band changes of namespaces.
+//! Left out: reservations, in-band changes of namespaces.
 
 mod ana;
 mod connection;
@@ -22,6 +22,7 @@ use blkyard_mq::DeviceInfo;
 use blkyard_nvme::auth::HostSecrets;
 use blkyard_nvme::fabrics::Nqn;
 use blkyard_nvme::tcp::TcpIoQueueOptions;
+use blkyard_nvme::tls::TlsHosts;
 use blkyard_nvme::{
     AnaGroup, ControllerOptions, DiscoveryEntry, DiscoveryLog, FabricsOptions, FabricsSubsystem, NamespaceTable,
     ServedNamespace, SubsystemOptions,
@@ -67,6 +68,8 @@ pub struct NvmeTcpDisk {
     pub(crate) hosts: Option<Vec<Nqn>>,
     /// Hosts that are authenticated.
     pub(crate) auth: Option<HostSecrets>,
+    /// Hosts whose connections are encrypted.
+    pub(crate) tls: Option<Arc<TlsHosts>>,
     pub(crate) referrals: Vec<SocketAddr>,
     /// All ports of the subsystem.
     pub(crate) ports: Arc<PortDirectory>,
@@ -95,6 +98,7 @@ impl NvmeTcpDisk {
             serial: serial.into(),
             hosts: None,
             auth: None,
+            tls: None,
             referrals: Vec::new(),
             ports: Arc::default(),
             ana: None,
@@ -129,6 +133,13 @@ impl NvmeTcpDisk {
     #[must_use]
     pub fn with_auth(self, auth: HostSecrets) -> NvmeTcpDisk {
         NvmeTcpDisk { auth: Some(auth), ..self }
+    }
+
+    /// The same, with hosts whose connections must be encrypted, with their keys: all but those to the discovery
+    /// service, which they may encrypt as well.
+    #[must_use]
+    pub fn with_tls(self, tls: TlsHosts) -> NvmeTcpDisk {
+        NvmeTcpDisk { tls: Some(Arc::new(tls)), ..self }
     }
 
     /// The same, with other discovery services in its discovery log.
@@ -234,6 +245,7 @@ impl NvmeTcpServer {
 /// Entries of a discovery log for a host that has reached this address.
 fn discovery_entries(disk: &NvmeTcpDisk, local: SocketAddr) -> Vec<DiscoveryEntry> {
     use blkyard_nvme::DiscoveryKind::{Referral, Subsystem};
+    use blkyard_nvme::SecureChannel::{NotRequired, Required};
     use blkyard_nvme::fabrics::{ANY_CONTROLLER, DISCOVERY_NQN};
     let entry = |kind, subsystem: Nqn, address: SocketAddr, port_id| DiscoveryEntry {
         kind,
@@ -244,8 +256,9 @@ fn discovery_entries(disk: &NvmeTcpDisk, local: SocketAddr) -> Vec<DiscoveryEntr
         controller_id: ANY_CONTROLLER,
         admin_entries: ADMIN_ENTRIES,
         no_flow_control: true,
-        secure_channel: blkyard_nvme::SecureChannel::NotRequired,
-        has_tls: false,
+        // The port of another discovery service is not known.
+        secure_channel: if disk.tls.is_some() && kind == Subsystem { Required } else { NotRequired },
+        has_tls: disk.tls.is_some() && kind == Subsystem,
     };
     let ports = disk.ports.seen_from(local).into_iter();
     let mut entries: Vec<_> = ports.map(|port| entry(Subsystem, disk.nqn.clone(), port, port.port())).collect();

@@ -442,8 +442,11 @@ impl TcpQueueState {
             let taken = socket.get_mut().send_list(list, &queue.memory().table, *sent);
             *sent += taken;
             is_moved |= taken > 0;
-            if *sent < list.total() {
+            if taken == 0 {
                 return is_moved;
+            }
+            if *sent < list.total() {
+                continue;
             }
             queue.sent(*number);
             list.clear();

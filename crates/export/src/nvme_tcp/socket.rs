@@ -1,5 +1,7 @@
 //! A TCP socket without waits: bytes received and not yet handled, bytes to be sent.
 //!
+//! With TLS these are clear text, and the channel is between them and the kernel.
+//!
 //! Used by admin queues on the control path and by I/O queues on their lanes. Admin queues have what is to be sent
 //! copied here. The data of an I/O queue is sent from its place, which the queue keeps until the kernel has taken it.
 
@@ -10,6 +12,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 
 use blkyard_mem::{GatherPiece, RegionTable, send_gathered};
 use blkyard_nvme::tcp::{SendList, SendPiece};
+use blkyard_tls::{RECORD_BYTES, TlsChannel, TlsError};
 
 /// Bytes received at once, at most: 16 commands with 4 KiB each.
 const RECEIVE_BYTES: usize = 64 << 10;
@@ -41,6 +44,17 @@ pub(crate) struct BufferedSocket {
     /// Bytes of the output that were sent.
     sent: usize,
     is_broken: bool,
+    tls: Option<Box<SocketTls>>,
+}
+
+/// Encryption of a connection.
+#[derive(Debug)]
+struct SocketTls {
+    channel: TlsChannel,
+    /// Memory for received ciphertext.
+    received: Vec<u8>,
+    /// Why it is broken.
+    error: Option<TlsError>,
 }
 
 impl BufferedSocket {
@@ -52,7 +66,7 @@ impl BufferedSocket {
         stream.set_nonblocking(true)?;
         stream.set_nodelay(true)?;
         let (input, output) = (Vec::new(), Vec::new());
-        Ok(BufferedSocket { stream, input, unread: 0..0, dropped: 0, output, sent: 0, is_broken: false })
+        Ok(BufferedSocket { stream, input, unread: 0..0, dropped: 0, output, sent: 0, is_broken: false, tls: None })
     }
 
     /// The socket.
@@ -60,9 +74,36 @@ impl BufferedSocket {
         &self.stream
     }
 
+    /// Has this end of a channel between the kernel and this socket, for the bytes that were received, too.
+    pub(crate) fn start_tls(&mut self, mut channel: TlsChannel) {
+        channel.put(&self.input[self.unread.clone()]);
+        self.unread = 0..0;
+        self.tls = Some(Box::new(SocketTls { channel, received: Vec::new(), error: None }));
+    }
+
+    /// Whether the connection is encrypted.
+    pub(crate) fn is_encrypted(&self) -> bool {
+        self.tls.is_some()
+    }
+
+    /// The identity that the peer has proven by its key.
+    pub(crate) fn tls_identity(&self) -> Option<String> {
+        self.tls.as_ref()?.channel.identity()
+    }
+
+    /// Why the encryption is broken, once.
+    pub(crate) fn take_tls_error(&mut self) -> Option<TlsError> {
+        self.tls.as_mut()?.error.take()
+    }
+
     /// Makes the memory for received bytes as large as it gets, for a lane that is not to allocate.
     pub(crate) fn reserve(&mut self) {
-        self.input.resize(RECEIVE_BYTES.max(self.input.len()), 0);
+        let mut most = RECEIVE_BYTES;
+        if let Some(tls) = &mut self.tls {
+            tls.received.resize(most, 0);
+            most += RECORD_BYTES;
+        }
+        self.input.resize(most.max(self.input.len()), 0);
     }
 
     /// Continues the stream of another process: with bytes that were received, so many that are dropped behind them,
@@ -103,6 +144,9 @@ impl BufferedSocket {
             return Arrived::End;
         }
         let most = RECEIVE_BYTES.min(most);
+        if self.tls.is_some() {
+            return self.receive_sealed(most);
+        }
         if self.input.len() < most {
             self.input.resize(most, 0);
         }
@@ -126,9 +170,95 @@ impl BufferedSocket {
         }
     }
 
+    /// The same with TLS: all that the received bytes mean, so that what the kernel says of the socket is true of it. A
+    /// handshake goes on meanwhile.
+    fn receive_sealed(&mut self, most: usize) -> Arrived {
+        loop {
+            let BufferedSocket { tls: Some(tls), input, .. } = self else { return Arrived::End };
+            // With the part of a record that came before.
+            input.resize(input.len().max(most + RECORD_BYTES), 0);
+            let mut end = 0;
+            loop {
+                match tls.channel.read(&mut input[end..]) {
+                    Ok(0) => break,
+                    Ok(bytes) => end += bytes,
+                    Err(error) => {
+                        tls.error = Some(error);
+                        break;
+                    }
+                }
+            }
+            let is_over = tls.error.is_some();
+            // Of a handshake, or why it has failed.
+            self.flush_sealed();
+            self.is_broken |= is_over;
+            if end > 0 {
+                self.unread = 0..end;
+                return Arrived::Bytes;
+            }
+            if self.is_broken {
+                return Arrived::End;
+            }
+            let BufferedSocket { tls: Some(tls), stream, .. } = self else { return Arrived::End };
+            tls.received.resize(tls.received.len().max(most), 0);
+            match stream.read(&mut tls.received[..most]) {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Arrived::Nothing,
+                Ok(bytes @ 1..) => tls.channel.put(&tls.received[..bytes]),
+                _ => {
+                    self.is_broken = true;
+                    return Arrived::End;
+                }
+            }
+        }
+    }
+
+    /// Sends what is encrypted, as far as the kernel takes it. Returns whether it took anything.
+    fn flush_sealed(&mut self) -> bool {
+        let BufferedSocket { tls: Some(tls), stream, is_broken, .. } = self else { return false };
+        let mut is_moved = false;
+        while !tls.channel.outgoing().is_empty() {
+            let outgoing = tls.channel.outgoing();
+            match stream.write(outgoing) {
+                Ok(bytes @ 1..) if !*is_broken => tls.channel.sent(bytes),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+                _ => {
+                    *is_broken = true;
+                    let all = outgoing.len();
+                    tls.channel.sent(all);
+                }
+            }
+            is_moved = true;
+        }
+        is_moved
+    }
+
+    /// Encrypts what is to be sent, and sends it as far as the kernel takes it. Returns whether it took anything.
+    fn seal_and_flush(&mut self) -> bool {
+        let BufferedSocket { tls: Some(tls), output, sent, is_broken, .. } = self else { return false };
+        if tls.channel.is_open() && *sent < output.len() {
+            if let Err(error) = tls.channel.write(&output[*sent..]) {
+                (tls.error, *is_broken) = (Some(error), true);
+            }
+            output.clear();
+            *sent = 0;
+        }
+        self.flush_sealed()
+    }
+
     /// Sends a list from its place, without so many bytes at its start. Returns the bytes that the kernel has taken. A
     /// broken connection takes all.
     pub(crate) fn send_list(&mut self, list: &SendList, memory: &RegionTable, sent: usize) -> usize {
+        if self.tls.is_some() {
+            if self.is_sending() {
+                return 0;
+            }
+            list.copy(memory, sent, SEND_BYTES, &mut self.output);
+            let taken = self.output.len();
+            self.seal_and_flush();
+            return taken;
+        }
         loop {
             let pieces = list.pieces().map(|piece| match piece {
                 SendPiece::Bytes(bytes) => GatherPiece::Bytes(bytes),
@@ -149,12 +279,17 @@ impl BufferedSocket {
 
     /// Whether another list may be added.
     pub(crate) fn has_room(&self) -> bool {
-        self.output.len() < SEND_BYTES
+        self.output.len() + self.sealed().len() < SEND_BYTES
+    }
+
+    /// Bytes that are encrypted and not sent.
+    fn sealed(&self) -> &[u8] {
+        self.tls.as_ref().map_or(&[], |tls| tls.channel.outgoing())
     }
 
     /// Whether bytes are to be sent.
     pub(crate) fn is_sending(&self) -> bool {
-        !self.output.is_empty()
+        !self.output.is_empty() || !self.sealed().is_empty()
     }
 
     /// Adds the pieces of a list of which so many bytes were sent. Nothing else is to be sent in that case.
@@ -165,22 +300,14 @@ impl BufferedSocket {
 
     /// Adds the pieces of a list.
     pub(crate) fn add(&mut self, list: &SendList, memory: &RegionTable) {
-        for piece in list.pieces() {
-            match piece {
-                SendPiece::Bytes(bytes) => self.output.extend_from_slice(bytes),
-                SendPiece::Data(segment) => {
-                    let at = self.output.len();
-                    self.output.resize(at + segment.len as usize, 0);
-                    if let Some(span) = memory.resolve_region(segment) {
-                        span.copy_to_slice(&mut self.output[at..]);
-                    }
-                }
-            }
-        }
+        list.copy(memory, 0, list.total(), &mut self.output);
     }
 
     /// Sends what the kernel takes. Returns whether it took anything. A broken connection takes all.
     pub(crate) fn flush(&mut self) -> bool {
+        if self.tls.is_some() {
+            return self.seal_and_flush();
+        }
         let before = self.sent;
         while self.sent < self.output.len() {
             match self.stream.write(&self.output[self.sent..]) {
@@ -200,7 +327,11 @@ impl BufferedSocket {
     }
 
     /// Ends sending: the peer sees the end of the stream behind what was sent.
-    pub(crate) fn shut_down(&self) {
+    pub(crate) fn shut_down(&mut self) {
+        if let Some(tls) = &mut self.tls {
+            tls.channel.close();
+            self.flush_sealed();
+        }
         // A peer that has gone needs none.
         let _ = self.stream.shutdown(Shutdown::Write);
     }

@@ -8,7 +8,10 @@ use crate::tcp::TcpEnd;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FabricsHostError {
     /// No connection, or it was closed.
-    #[error("NVMe/TCP: no connection to the target; see whether it runs, its address and firewalls between")]
+    #[error(
+        "NVMe/TCP: no connection to the target, or it was closed at once; see whether it runs, its address and \
+         firewalls between, and whether it wants TLS"
+    )]
     Unreachable,
     /// The connection ended by a violation or a TermReq.
     #[error("NVMe/TCP: the connection was terminated ({0:?}); see the log of the target")]
@@ -27,8 +30,8 @@ pub enum FabricsHostError {
     /// This host is not authenticated, or does not trust the target.
     #[error("NVMe/TCP: {0}")]
     Authentication(AuthError),
-    /// The controller asks for TLS.
-    #[error("NVMe/TCP: the target requires a secure channel, which is not supported; allow this host without it")]
+    /// The controller asks for keys of TLS that follow from an authentication.
+    #[error("NVMe/TCP: the target wants secure channel concatenation, which is not supported; give both a key for TLS")]
     SecureChannel,
     /// Capsules of the controller hold no command.
     #[error("NVMe/TCP: the target reports command capsules of {0} bytes; at least 64 are needed")]

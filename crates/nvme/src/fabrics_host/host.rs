@@ -40,6 +40,7 @@ use crate::host::watch::KeepAlive;
 use crate::host::{ControllerState, NvmLimits, QueueDemand, ScannedNamespace};
 use crate::registers::Capabilities;
 use crate::tcp::{SendList, TcpEnd};
+use crate::tls::TlsPsk;
 use crate::{CROSS_RESET_LOG, IDENTIFY_BYTES, IdentifyController, NvmeStatus, Sqe, admin};
 
 /// Deadline of an admin command, ns: 60 s, as in Linux.
@@ -74,6 +75,8 @@ pub struct FabricsHostConfig {
     pub subsystem: Nqn,
     /// Authentication of this host, if the target asks for it; and of the target, which must then take part.
     pub auth: Option<FabricsHostAuth>,
+    /// Key of its connections, which are then encrypted; of no effect in this crate.
+    pub tls: Option<Arc<TlsPsk>>,
     /// Requested I/O queues.
     pub queues: QueueDemand,
     /// Requested entries of an I/O queue, 2 to 4096.
@@ -104,6 +107,7 @@ impl FabricsHostConfig {
             host_id,
             subsystem,
             auth: None,
+            tls: None,
             queues: QueueDemand { submitters: 1, write_queues: 0, poll_queues: 0 },
             queue_entries: 128,
             header_digest: false,

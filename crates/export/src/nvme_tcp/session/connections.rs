@@ -1,12 +1,17 @@
 //! Connections of an export's control path: accepted, connected to a controller, ended.
 
 use std::io;
+use std::sync::Arc;
 use std::time::Instant;
 
-use blkyard_nvme::fabrics::{CONNECT_AUTHENTICATION, ConnectCommand, FabricsCommand, fabrics_status};
+use blkyard_nvme::fabrics::{
+    CONNECT_AUTHENTICATION, ConnectCommand, ConnectData, DISCOVERY_NQN, FabricsCommand, fabrics_status,
+};
 use blkyard_nvme::tcp::{TcpAdminEvent, TcpEnd};
+use blkyard_nvme::tls::TlsHosts;
 use blkyard_nvme::{Connected, DiscoveryLog, NvmeStatus, Sqe};
 use blkyard_sys::EventFlags;
+use blkyard_tls::TlsError;
 
 use super::super::connection::{AfterAuth, ConnectionPhase, TargetConnection, WaitingConnect};
 use super::super::{ADMIN_ENTRIES, TRANSFER_BYTES, discovery_entries};
@@ -19,9 +24,10 @@ const AUTH_ROOM_BYTES: u32 = 4096;
 impl NvmeTcpSession {
     /// Accepts connections.
     pub(super) fn accept(&mut self, now: Instant) -> Result<(), NvmeTcpError> {
+        let keys = self.config.disk.tls.as_ref().map(|tls| Arc::clone(tls.keys()));
         for _ in 0..ACCEPTS_MAX {
             let accepted = match self.listener.get().accept() {
-                Ok(accepted) => TargetConnection::accept(accepted, &self.set, self.next, now),
+                Ok(accepted) => TargetConnection::accept(accepted, keys.as_ref(), &self.set, self.next, now),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
                 // The peer was faster.
                 Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => continue,
@@ -56,6 +62,14 @@ impl NvmeTcpSession {
     pub(super) fn serve(&mut self, token: u64, now: Instant) -> Result<(), NvmeTcpError> {
         let Some(connection) = self.connections.get_mut(&token) else { return Ok(()) };
         if !connection.receive() {
+            let (peer, error) =
+                (connection.peer, connection.take_tls_error().filter(|error| *error != TlsError::Ended));
+            if let Some(error) = error {
+                self.log.warn(format_args!(
+                    "{peer} is disconnected: TLS: {error}; see whether its key is in the file of tls_keys=, and of the \
+                     same derivation"
+                ));
+            }
             return self.drop_connection(token);
         }
         self.handle(token, now)
@@ -145,6 +159,12 @@ impl NvmeTcpSession {
         let now_ns = self.now_ns(now);
         let Some(connection) = self.connections.get_mut(&token) else { return Ok(()) };
         let WaitingConnect { slot, command, data, answer } = &connect;
+        if let Some(why) = self.config.disk.tls.as_ref().and_then(|tls| why_not_encrypted(connection, data, tls)) {
+            self.log.warn(format_args!("{} is refused: {why}", connection.peer));
+            connection.phase = ConnectionPhase::New;
+            connection.respond(*slot, fabrics_status::INVALID_HOST.with_dnr(), 0);
+            return Ok(());
+        }
         let is_authenticated = answer.is_some();
         self.subsystem.set_discovery(DiscoveryLog::new(1, &discovery_entries(&self.config.disk, connection.local)));
         match self.subsystem.connect(command, data, now_ns) {
@@ -247,6 +267,20 @@ impl NvmeTcpSession {
             }
         }
         Ok(())
+    }
+}
+
+/// Why the host that a Connect names is not the one with whose key its connection is encrypted, if it is not. Who wants
+/// the discovery service only needs no key.
+fn why_not_encrypted(connection: &TargetConnection, data: &[u8], tls: &TlsHosts) -> Option<String> {
+    // Data that is none is refused by the subsystem.
+    let names = ConnectData::parse(data.try_into().ok()?).ok()?;
+    let host = names.host;
+    match connection.tls_identity() {
+        Some(identity) if tls.host(&identity) == Some(&host) => None,
+        Some(identity) => Some(format!("it has the key of {identity:?}, and says that it is host {host}")),
+        None if names.subsystem.as_str() == DISCOVERY_NQN || !tls.contains(&host) => None,
+        None => Some(format!("host {host} is to use TLS: connect with its key (nvme connect --tls)")),
     }
 }
 

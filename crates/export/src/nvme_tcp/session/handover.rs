@@ -6,7 +6,8 @@
 //! part only.
 //!
 //! The listening socket is the same in both processes, so no connect is refused. Connections that wait for the end of
-//! their peer are left behind, and hosts that are being authenticated connect again.
+//! their peer are left behind, and hosts that are being authenticated connect again, as do those over TLS: the keys of
+//! their connections stay in the first process.
 
 use std::io;
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -113,6 +114,7 @@ impl NvmeTcpSession {
             // What other ports ask for, before they rest.
             self.read_mail(now)?;
             self.end_authentications(now)?;
+            self.end_encrypted()?;
             while !self.flushes.is_empty() {
                 self.finish_flush(0, None)?;
             }
@@ -132,6 +134,15 @@ impl NvmeTcpSession {
                 return Ok(());
             }
         }
+    }
+
+    /// Ends the associations over encrypted connections, whose keys only this process has: their hosts connect again.
+    fn end_encrypted(&mut self) -> Result<(), NvmeTcpError> {
+        let encrypted = self.connections.iter().filter(|(_, connection)| connection.is_encrypted());
+        for token in encrypted.map(|(token, _)| *token).collect::<Vec<_>>() {
+            self.drop_connection(token)?;
+        }
+        Ok(())
     }
 
     /// Saves the state of an export at rest, which can continue unchanged.
