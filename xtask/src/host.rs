@@ -1,4 +1,4 @@
-//! Programs that this machine needs, each with its Debian package.
+//! Programs and files that this machine needs, each with its Debian package.
 //!
 //! Missing ones are installed if we are root on Debian, with a message; otherwise all are named at once. Versions are
 //! not checked.
@@ -13,7 +13,7 @@ use crate::process::succeed;
 
 const INSTALL_LIMIT: Duration = Duration::from_mins(10);
 
-/// Makes sure of every program in `(program, package)`.
+/// Makes sure of every program, or file with its whole path, in `(program, package)`.
 pub fn require(programs: &[(&str, &str)]) -> Result<()> {
     let missing: Vec<_> = programs.iter().filter(|(program, _)| !is_here(program)).collect();
     if missing.is_empty() {

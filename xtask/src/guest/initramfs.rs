@@ -32,7 +32,8 @@ const PROGRAMS: &[&str] = &[
 ];
 
 /// Modules for the task's input, its output, the disk under test and its file system; for a folder of the host; for
-/// NVMe, by the kernel's driver or by programs in the guest; and for NVMe over TCP, with the kernel as host or target.
+/// NVMe, by the kernel's driver or by programs in the guest; and for NVMe over TCP, with the kernel as host or target,
+/// also with TLS, whose algorithms are loaded by name.
 const MODULES: &[&str] = &[
     "qemu_fw_cfg",
     "virtio_pci",
@@ -50,10 +51,16 @@ const MODULES: &[&str] = &[
     "nvme_tcp",
     "nvmet_tcp",
     "brd",
+    "tls",
+    "gcm",
+    "seqiv",
+    "ghash_generic",
 ];
 
-/// Modules of that list that newer kernels lack: their checksums are built in.
-const CHECKSUMS: &[&str] = &["crc32c_generic", "crc32c_intel"];
+/// Modules of that list that newer kernels lack: their algorithms are built in.
+const ALGORITHMS: &[&str] = &["crc32c_generic", "crc32c_intel", "ghash_generic"];
+
+const LOADER: &str = "usr/lib64/ld-linux-x86-64.so.2";
 
 /// Loaded by name at run time, so no program lists it: needed for thread cancellation in the C library.
 const HIDDEN_LIBRARIES: &[&str] = &["libgcc_s.so.1"];
@@ -92,16 +99,13 @@ pub fn build(guest: &Path, kernel: &str, new: &Path) -> Result<()> {
 
 /// Copies the programs with the libraries found by their loader, then busybox under every remaining name.
 fn programs(from: &Path, tree: &Path) -> Result<()> {
-    let loader = from.join("usr/lib64/ld-linux-x86-64.so.2");
-    copy(&loader, &tree.join("usr/lib64/ld-linux-x86-64.so.2"))?;
+    let loader = Path::new(LOADER);
+    copy(&from.join(loader), &tree.join(loader))?;
     let libraries = from.join(LIBRARIES);
-    let search = format!("{}:{}", libraries.display(), from.join(LIBRARIES_OF_CEPH).display());
     let mut needed: BTreeSet<PathBuf> = HIDDEN_LIBRARIES.iter().map(|name| libraries.join(name)).collect();
     for program in PROGRAMS {
         copy(&from.join(program), &tree.join(program))?;
-        let mut list = Command::new(&loader);
-        list.arg("--library-path").arg(&search).arg("--list").arg(from.join(program));
-        needed.extend(listed_libraries(&succeed("the dynamic loader", &list, TOOL_LIMIT)?));
+        needed.extend(libraries_of(from, program)?);
     }
     fs::create_dir_all(tree.join(LIBRARIES))?;
     for library in needed {
@@ -124,6 +128,14 @@ fn programs(from: &Path, tree: &Path) -> Result<()> {
     Ok(())
 }
 
+/// The libraries that a program among these packages needs, found by their loader.
+pub fn libraries_of(from: &Path, program: &str) -> Result<Vec<PathBuf>> {
+    let search = format!("{}:{}", from.join(LIBRARIES).display(), from.join(LIBRARIES_OF_CEPH).display());
+    let mut list = Command::new(from.join(LOADER));
+    list.arg("--library-path").arg(&search).arg("--list").arg(from.join(program));
+    Ok(listed_libraries(&succeed("the dynamic loader", &list, TOOL_LIMIT)?).collect())
+}
+
 /// The loader lists a library as `NAME => PATH (ADDRESS)`.
 fn listed_libraries(listing: &str) -> impl Iterator<Item = PathBuf> + '_ {
     listing.lines().filter_map(|line| line.split_once(" => ")?.1.split(' ').next()).map(PathBuf::from)
@@ -132,7 +144,8 @@ fn listed_libraries(listing: &str) -> impl Iterator<Item = PathBuf> + '_ {
 fn modules(guest: &Path, kernel: &Path, tree: &Path) -> Result<()> {
     let version = kernel::version(kernel)?;
     let modules = Modules::read(kernel)?;
-    let names: Vec<_> = MODULES.iter().copied().filter(|name| !CHECKSUMS.contains(name) || modules.has(name)).collect();
+    let names: Vec<_> =
+        MODULES.iter().copied().filter(|name| !ALGORITHMS.contains(name) || modules.has(name)).collect();
     let to = tree.join("usr/lib/modules").join(&version);
     for path in modules.closure(&names)? {
         let packed = to.join(&path);

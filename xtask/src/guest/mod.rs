@@ -71,6 +71,19 @@ impl Guest {
         self.folder.join("bin").join(name)
     }
 
+    /// Copies a program of the guest's packages with its libraries, and these further ones, to a folder for the guest:
+    /// for few tasks, so that not each guest has to unpack it.
+    pub fn copy_program(&self, program: &str, libraries: &[&str], to: &Path) -> Result<()> {
+        let userland = self.folder.join("userland");
+        let further = libraries.iter().map(|name| userland.join(parts::LIBRARIES).join(name));
+        let all = initramfs::libraries_of(&userland, program)?;
+        for from in all.into_iter().chain(further).chain([userland.join(program)]) {
+            let name = from.file_name().context("a file without a name")?;
+            fs::copy(&from, to.join(name)).with_context(|| format!("cannot copy {}", from.display()))?;
+        }
+        Ok(())
+    }
+
     /// Search path for programs of the guest, with precedence over the machine's.
     pub fn search_path(&self) -> OsString {
         let mut path = self.folder.join("bin").into_os_string();

@@ -16,8 +16,19 @@ use super::remove;
 use crate::process::succeed;
 
 /// Packages for the guest, and for building it and checking its disks on the host.
-const USERLAND: &[&str] =
-    &["busybox-static", "cpio", "e2fsprogs", "fio", "kmod", "libgcc-s1", "nvme-cli", "util-linux", "xz-utils", "zstd"];
+const USERLAND: &[&str] = &[
+    "busybox-static",
+    "cpio",
+    "e2fsprogs",
+    "fio",
+    "kmod",
+    "ktls-utils",
+    "libgcc-s1",
+    "nvme-cli",
+    "util-linux",
+    "xz-utils",
+    "zstd",
+];
 
 /// The emulator, its tools, and the block drivers that libblkio brings to them.
 const QEMU: &[&str] = &["qemu-system-x86", "qemu-utils", "qemu-block-extra"];

@@ -18,6 +18,7 @@ mod nvme_auth;
 mod nvme_cli;
 mod nvme_ng;
 mod nvme_tcp;
+mod nvme_tls;
 mod pci;
 mod plug;
 mod queues;
@@ -85,6 +86,7 @@ pub fn all() -> impl Iterator<Item = &'static Scenario> {
         .chain(nvme_ng::SCENARIOS)
         .chain(nvme_tcp::SCENARIOS)
         .chain(nvme_auth::SCENARIOS)
+        .chain(nvme_tls::SCENARIOS)
 }
 
 /// A requirement of a scenario that this machine lacks; the scenario is skipped.

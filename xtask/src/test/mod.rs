@@ -18,7 +18,7 @@ use self::progress::WatchedOutput;
 pub use self::report::Verdict;
 use self::report::{Completeness, RERUN, Report};
 use self::steps::TestStep;
-pub use self::steps::{build, cargo};
+pub use self::steps::{build, build_as_tested, cargo};
 use crate::guest::Guest;
 use crate::scenarios::{self, Missing, RunsIn, Scenario, ScenarioContext};
 use crate::server::Program;

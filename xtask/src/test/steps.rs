@@ -13,7 +13,7 @@ use anyhow::{Context, Result, ensure};
 
 use super::report::{RERUN, Verdict};
 use crate::process::{Ended, Running, tail};
-use crate::{instructions, tidy};
+use crate::{host, instructions, tidy};
 
 /// Covers a first build of everything on two processors that others use as well; ends a test that hangs.
 const CARGO_LIMIT: Duration = Duration::from_hours(1);
@@ -54,7 +54,7 @@ pub const ALL: &[TestStep] = &[
         name: "clippy",
         sentence: "clippy has nothing to say",
         kind: StepKind::Check {
-            arguments: &["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"],
+            arguments: &["clippy", "--workspace", "--features", ALL_FEATURES, "--all-targets", "--", "-D", "warnings"],
             environment: &[],
         },
     },
@@ -67,7 +67,7 @@ pub const ALL: &[TestStep] = &[
         name: "doc",
         sentence: "the documentation builds without warnings",
         kind: StepKind::Check {
-            arguments: &["doc", "--no-deps", "--workspace"],
+            arguments: &["doc", "--no-deps", "--workspace", "--features", ALL_FEATURES],
             environment: &[("RUSTDOCFLAGS", "-D warnings")],
         },
     },
@@ -141,6 +141,12 @@ pub const QUICK_UNIT: &[TestStep] = &[
     },
 ];
 
+/// Features that are off by default, since they need libraries of the system. Checks and tests have them; scenarios
+/// have the product as its users build it.
+const ALL_FEATURES: &str = "blkyard-cli/tls";
+/// What they need: files, or programs, with their packages.
+const OPENSSL: &[(&str, &str)] = &[("/usr/include/openssl/ssl.h", "libssl-dev"), ("pkg-config", "pkg-config")];
+
 /// Steps of [`ALL`] that are quick themselves.
 pub const QUICK: &[&str] = &["format", "tidy", "clippy"];
 
@@ -148,6 +154,9 @@ pub const QUICK: &[&str] = &["format", "tidy", "clippy"];
 pub fn run(step: &TestStep, root: &Path, log: &File, tests: &AtomicUsize) -> Result<Verdict> {
     match &step.kind {
         StepKind::Check { arguments, environment } => {
+            if arguments.contains(&ALL_FEATURES) {
+                host::require(OPENSSL)?;
+            }
             let mut command = cargo(root);
             command.args(*arguments).envs(environment.iter().copied());
             let ended = logged(step.name, &command, log)?;
@@ -160,10 +169,12 @@ pub fn run(step: &TestStep, root: &Path, log: &File, tests: &AtomicUsize) -> Res
             Ok(Verdict::passed())
         }
         StepKind::Tests { programs, paths } => {
+            host::require(OPENSSL)?;
+            let test = ["test", "--workspace", "--features", ALL_FEATURES];
             let mut command = cargo(root);
-            command.args(["test", "--workspace", "--no-fail-fast"]).args(*programs).arg("--").args(*paths);
+            command.args(test).arg("--no-fail-fast").args(*programs).arg("--").args(*paths);
             let mut list = cargo(root);
-            list.args(["test", "--workspace"]).args(*programs).args(["--", "--list"]).args(*paths);
+            list.args(test).args(*programs).args(["--", "--list"]).args(*paths);
             let listed = logged(step.name, &list, log)?;
             check(&listed)?;
             tests.store(listed.stdout.lines().filter(|line| line.ends_with(": test")).count(), Ordering::Relaxed);
@@ -177,16 +188,22 @@ pub fn run(step: &TestStep, root: &Path, log: &File, tests: &AtomicUsize) -> Res
 
 /// Builds a program that runs worlds, and runs it.
 fn simulation(program: &str, root: &Path, log: &File) -> Result<Verdict> {
-    let mut build = cargo(root);
-    // All crates and a test, for the dependencies to have the features that they have in `unit`; with those that one
-    // program needs, 60 crates would be compiled a second time.
-    build.args(["build", "--workspace", "--bin", program, "--test", "worlds"]);
-    check(&logged("cargo build", &build, log)?)?;
-    let mut command = Command::new(target_folder(root).join("debug").join(program));
+    let mut command = Command::new(build_as_tested(program, root, log)?);
     command.args(["0..100000", "--seconds", "30"]);
     let ended = logged(program, &command, log)?;
     ensure!(ended.status.success(), "{program} ended with {}:\n{}", ended.status, tail(&ended.stdout, SHOWN_LINES));
     Ok(Verdict::passed())
+}
+
+/// Builds a program with the features that it has in `unit`, TLS among them; returns it.
+pub fn build_as_tested(program: &str, root: &Path, log: &File) -> Result<PathBuf> {
+    host::require(OPENSSL)?;
+    let mut build = cargo(root);
+    // All crates and a test, for the dependencies to have their features of `unit`, too: with those that one program
+    // needs, 60 crates would be compiled a second time.
+    build.args(["build", "--workspace", "--features", ALL_FEATURES, "--bin", program, "--test", "worlds"]);
+    check(&logged("cargo build", &build, log)?)?;
+    Ok(target_folder(root).join("debug").join(program))
 }
 
 /// Builds the product as its users do, or as its developers do, which is quicker; returns the program.
