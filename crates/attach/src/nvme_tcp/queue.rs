@@ -217,6 +217,8 @@ impl TcpNamespaceQueue {
     }
 
     fn open<Cx: ?Sized + StreamService>(&mut self, cx: &mut Cx, now_ns: u64) {
+        // One whose stream was left behind on another lane.
+        self.tls = None;
         let (limits, until_ns) = (self.limits(), now_ns.saturating_add(self.connect_ns));
         let inbox = self.inbox.get_or_insert_with(|| cx.stream_inbox());
         let Some(address) = self.address else { return self.queue.closed() };
