@@ -12,7 +12,6 @@
 
 use std::collections::HashMap;
 use std::fmt;
-use std::sync::Arc;
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
@@ -157,26 +156,15 @@ fn derive(hash: AuthHash, key: &[u8], label: &str, context: &str, derivation: Tl
 }
 
 /// The hosts that a subsystem knows by their keys.
-#[derive(Clone, Debug, Default)]
-pub struct TlsHosts {
-    keys: Arc<TlsKeyTable>,
-    hosts: HashMap<String, Nqn>,
-}
-
-/// Keys by identity.
 #[derive(Clone, Default)]
-pub struct TlsKeyTable(HashMap<String, Vec<u8>>);
-
-impl fmt::Debug for TlsKeyTable {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_set().entries(self.0.keys()).finish()
-    }
+pub struct TlsHosts {
+    /// Host and key by identity.
+    known: HashMap<String, (Nqn, Vec<u8>)>,
 }
 
-impl TlsKeyTable {
-    /// The key with this identity.
-    pub fn get(&self, identity: &str) -> Option<&[u8]> {
-        self.0.get(identity).map(Vec::as_slice)
+impl fmt::Debug for TlsHosts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_set().entries(self.known.keys()).finish()
     }
 }
 
@@ -185,31 +173,29 @@ impl TlsHosts {
     #[must_use]
     pub fn add(&mut self, (host, subsystem): (&Nqn, &Nqn), key: &TlsKey, derivation: TlsDerivation) -> bool {
         [TlsIdentityVersion::V0, TlsIdentityVersion::V1].into_iter().all(|version| {
-            let Some(TlsPsk { identity, key }) = key.psk((host, subsystem), version, derivation) else { return false };
-            Arc::make_mut(&mut self.keys).0.insert(identity.clone(), key);
-            self.hosts.insert(identity, host.clone());
-            true
+            let psk = key.psk((host, subsystem), version, derivation);
+            psk.map(|TlsPsk { identity, key }| self.known.insert(identity, (host.clone(), key))).is_some()
         })
     }
 
-    /// Keys by identity, for handshakes.
-    pub fn keys(&self) -> &Arc<TlsKeyTable> {
-        &self.keys
+    /// The key with this identity.
+    pub fn key(&self, identity: &str) -> Option<&[u8]> {
+        self.known.get(identity).map(|(_, key)| key.as_slice())
     }
 
     /// The host with the key of this identity.
     pub fn host(&self, identity: &str) -> Option<&Nqn> {
-        self.hosts.get(identity)
+        self.known.get(identity).map(|(host, _)| host)
     }
 
     /// Whether a host has a key.
     pub fn contains(&self, host: &Nqn) -> bool {
-        self.hosts.values().any(|known| known == host)
+        self.hosts().any(|known| known == host)
     }
 
     /// The hosts, each at least once.
     pub fn hosts(&self) -> impl Iterator<Item = &Nqn> {
-        self.hosts.values()
+        self.known.values().map(|(host, _)| host)
     }
 }
 
@@ -296,7 +282,7 @@ mod tests {
             let psk = |host| key(32, None).psk((host, &subsystem), version, TlsDerivation::Standard).unwrap();
             let of_a = psk(&a);
             assert_eq!(hosts.host(&of_a.identity), Some(&a));
-            assert_eq!(hosts.keys().get(&of_a.identity), Some(&of_a.key[..]));
+            assert_eq!(hosts.key(&of_a.identity), Some(&of_a.key[..]));
             assert_eq!(hosts.host(&psk(&b).identity), None);
         }
         assert!(hosts.contains(&a) && !hosts.contains(&b));

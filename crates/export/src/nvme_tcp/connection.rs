@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use blkyard_nvme::auth::AuthTarget;
 use blkyard_nvme::fabrics::ConnectCommand;
 use blkyard_nvme::tcp::{SendList, TcpAdminEvent, TcpAdminQueue, TcpEnd, TcpTargetOptions};
-use blkyard_nvme::tls::TlsKeyTable;
+use blkyard_nvme::tls::TlsHosts;
 use blkyard_nvme::{AdminCompletion, ConnectedQueue, NvmeStatus};
 use blkyard_sys::{Epoll, EventFlags, Registered};
 use blkyard_tls::{HANDSHAKE, TlsChannel, TlsError};
@@ -75,8 +75,8 @@ pub(super) struct TargetConnection {
     pub(super) until: Option<Instant>,
     /// Whether the set reports room for bytes to be sent.
     awaits_room: bool,
-    /// Keys for a peer that begins with a handshake of TLS. Unset without TLS, and behind the first byte.
-    keys: Option<Arc<TlsKeyTable>>,
+    /// Hosts with keys, for a peer that begins with a handshake of TLS. Unset without TLS, and behind the first byte.
+    tls: Option<Arc<TlsHosts>>,
 }
 
 impl TargetConnection {
@@ -98,14 +98,14 @@ impl TargetConnection {
     /// The system has no memory left.
     pub(super) fn accept(
         (stream, peer): (TcpStream, SocketAddr),
-        keys: Option<&Arc<TlsKeyTable>>,
+        tls: Option<&Arc<TlsHosts>>,
         set: &Epoll,
         token: u64,
         now: Instant,
     ) -> io::Result<TargetConnection> {
         let queue = TcpAdminQueue::new(TargetConnection::OPTIONS)?;
         let mut connection = TargetConnection::with(BufferedSocket::new(stream)?, peer, queue, set, token, now)?;
-        connection.keys = keys.cloned();
+        connection.tls = tls.cloned();
         Ok(connection)
     }
 
@@ -133,7 +133,7 @@ impl TargetConnection {
             list: SendList::new(SendList::PIECES_MIN),
             until: Some(now + CONNECT_TIME),
             awaits_room: false,
-            keys: None,
+            tls: None,
         })
     }
 
@@ -163,8 +163,8 @@ impl TargetConnection {
             return arrived != Arrived::End;
         }
         // Its first byte: no PDU of NVMe/TCP that a host may begin with has this type.
-        let Some(keys) = self.keys.take().filter(|_| socket.unread()[0] == HANDSHAKE) else { return true };
-        let Ok(channel) = TlsChannel::server(move |identity| keys.get(identity).map(<[u8]>::to_vec)) else {
+        let Some(hosts) = self.tls.take().filter(|_| socket.unread()[0] == HANDSHAKE) else { return true };
+        let Ok(channel) = TlsChannel::server(move |identity| hosts.key(identity).map(<[u8]>::to_vec)) else {
             return false;
         };
         socket.start_tls(channel);

@@ -1,7 +1,6 @@
 //! Connections of an export's control path: accepted, connected to a controller, ended.
 
 use std::io;
-use std::sync::Arc;
 use std::time::Instant;
 
 use blkyard_nvme::fabrics::{
@@ -24,10 +23,11 @@ const AUTH_ROOM_BYTES: u32 = 4096;
 impl NvmeTcpSession {
     /// Accepts connections.
     pub(super) fn accept(&mut self, now: Instant) -> Result<(), NvmeTcpError> {
-        let keys = self.config.disk.tls.as_ref().map(|tls| Arc::clone(tls.keys()));
         for _ in 0..ACCEPTS_MAX {
             let accepted = match self.listener.get().accept() {
-                Ok(accepted) => TargetConnection::accept(accepted, keys.as_ref(), &self.set, self.next, now),
+                Ok(accepted) => {
+                    TargetConnection::accept(accepted, self.config.disk.tls.as_ref(), &self.set, self.next, now)
+                }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
                 // The peer was faster.
                 Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => continue,
