@@ -6,7 +6,6 @@ use crate::TlsError;
 #[derive(Debug)]
 pub enum NoChannel {}
 
-#[expect(clippy::missing_errors_doc, clippy::unused_self, reason = "the other module says what they do")]
 impl NoChannel {
     /// Whether channels can be made.
     pub const IS_BUILT: bool = false;
