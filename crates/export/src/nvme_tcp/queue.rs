@@ -442,11 +442,8 @@ impl TcpQueueState {
             let taken = socket.get_mut().send_list(list, &queue.memory().table, *sent);
             *sent += taken;
             is_moved |= taken > 0;
-            if taken == 0 {
-                return is_moved;
-            }
             if *sent < list.total() {
-                continue;
+                return is_moved;
             }
             queue.sent(*number);
             list.clear();

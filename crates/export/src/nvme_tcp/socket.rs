@@ -247,17 +247,23 @@ impl BufferedSocket {
         self.flush_sealed()
     }
 
-    /// Sends a list from its place, without so many bytes at its start. Returns the bytes that the kernel has taken. A
-    /// broken connection takes all.
+    /// Copies, encrypts and sends a list, part by part until the kernel takes no more. Returns the bytes that were
+    /// copied.
+    fn seal_list(&mut self, list: &SendList, memory: &RegionTable, sent: usize) -> usize {
+        let mut copied = sent;
+        while copied < list.total() && !self.is_sending() {
+            list.copy(memory, copied, SEND_BYTES, &mut self.output);
+            copied += self.output.len();
+            self.seal_and_flush();
+        }
+        copied - sent
+    }
+
+    /// Sends a list from its place, without so many bytes at its start. Returns the bytes that the kernel has taken, or
+    /// encryption. A broken connection takes all.
     pub(crate) fn send_list(&mut self, list: &SendList, memory: &RegionTable, sent: usize) -> usize {
         if self.tls.is_some() {
-            if self.is_sending() {
-                return 0;
-            }
-            list.copy(memory, sent, SEND_BYTES, &mut self.output);
-            let taken = self.output.len();
-            self.seal_and_flush();
-            return taken;
+            return self.seal_list(list, memory, sent);
         }
         loop {
             let pieces = list.pieces().map(|piece| match piece {
