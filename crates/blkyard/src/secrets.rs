@@ -24,7 +24,7 @@ use crate::spec::{Spec, SpecError};
 /// How a secret is made, for messages.
 const MAKE: &str = "make one with blkyard nvme gen-dhchap-key";
 /// How a key is made, for messages.
-const MAKE_KEY: &str = "make a key with blkyard nvme gen-tls-key; behind it may be compat or v0";
+const MAKE_KEY: &str = "make a key with blkyard nvme gen-tls-key; behind it may be compat or v1";
 const LONG_NAMES: &str = "the names of host and subsystem are too long for TLS, which has room for 200 bytes";
 /// Longest file with secrets, bytes: of some thousand hosts.
 const FILE_BYTES_MAX: u64 = 4 << 20;
@@ -116,12 +116,12 @@ fn take_key(words: &mut SplitWhitespace<'_>) -> Result<(TlsKey, TlsDerivation, T
     if key.suite_hash() != AuthHash::Sha256 {
         return Err("a key of 48 bytes needs TLS_AES_256_GCM_SHA384, which is not supported".into());
     }
-    let (mut derivation, mut version) = (TlsDerivation::Standard, TlsIdentityVersion::V1);
+    let (mut derivation, mut version) = (TlsDerivation::default(), TlsIdentityVersion::default());
     loop {
         let rest = words.clone();
         match words.next() {
             Some("compat") => derivation = TlsDerivation::Compat,
-            Some("v0") => version = TlsIdentityVersion::V0,
+            Some("v1") => version = TlsIdentityVersion::V1,
             _ => {
                 *words = rest;
                 return Ok((key, derivation, version));

@@ -63,7 +63,7 @@ pub struct ServeArgs {
     /// queue_size=N, header_digest=on|off, data_digest=on|off, timeout_s=N, keep_alive_s=N, reconnect_delay_s=N,
     /// ctrl_loss_s=N, fast_io_fail_s=N, host_nqn=NQN, secret=FILE (this host's secret, for targets that ask for it),
     /// ctrl_secret=FILE (the target's, which must then authenticate itself), tls_key=FILE (for TLS 1.3; behind the key
-    /// may be compat, as for tls_keys= of an export, and v0 for an identity of version 0).
+    /// may be compat, as for tls_keys= of an export, and v1 for an identity of version 1).
     ///
     /// nvme:/dev/ngXnY, a namespace of the kernel's NVMe driver, by passthrough: readonly=on|off, poll=on|off (poll for
     /// completions in the driver's poll queues).
@@ -110,7 +110,7 @@ pub struct ServeArgs {
     /// that may connect (default: any), secrets=FILE with a line for each host that is authenticated (NQN, its secret
     /// as made by blkyard nvme gen-dhchap-key, and the target's own if it is to authenticate itself; other hosts only
     /// by hosts=), tls_keys=FILE with a line for each host that uses TLS 1.3 (NQN, its key as made by blkyard nvme
-    /// gen-tls-key, and compat if nvme-cli before 2.16 derives it; other hosts only by hosts=; only in a program built
+    /// gen-tls-key, and compat if an nvme-cli without that option derives it; other hosts only by hosts=; only in a program built
     /// with --features tls), referrals=ADDRESS:PORT,... of other discovery services, remote=on to allow an address that
     /// other machines reach without TLS, queues=N of all hosts together (default: 32). No mode and group.
     #[arg(long, value_name = "SPEC")]

@@ -30,15 +30,15 @@ pub enum TlsDerivation {
     /// As specified.
     #[default]
     Standard,
-    /// As libnvme before 1.16 does, which leaves out the lengths of label and context, and has that of the key with its
-    /// low byte first. nvme-cli calls it `compat`.
+    /// As libnvme did until its pull request 1051 of August 2025: without the lengths of label and context, and with the
+    /// low byte of the key's first. nvme-cli calls it `compat`.
     Compat,
 }
 
 /// Version of an identity.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum TlsIdentityVersion {
-    /// Names only.
+    /// Names only: what nvme-cli makes unless it is told otherwise.
     #[default]
     V0,
     /// With a digest of the retained key, so that a host may have several.

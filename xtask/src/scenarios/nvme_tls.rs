@@ -1,6 +1,6 @@
 //! Encrypted connections against Linux: its host on our target, and our host on its target.
 //!
-//! In the guest tlshd shakes hands for the kernel, and nvme-cli derives keys as it did before libnvme 1.16.
+//! In the guest tlshd shakes hands for the kernel, and nvme-cli derives keys as those without `--compat` do.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -88,7 +88,7 @@ fn tls(ground: &ScenarioContext) -> Result<()> {
         ip link set lo up
         umask 077
         echo {key} compat >/tmp/key
-        echo {key} compat v0 >/tmp/key-v0
+        echo {key} compat v1 >/tmp/key-v1
         echo {wrong} compat >/tmp/wrong
         mount -t configfs configfs /sys/kernel/config
         cd /sys/kernel/config/nvmet
@@ -105,7 +105,7 @@ fn tls(ground: &ScenarioContext) -> Result<()> {
         echo required >ports/1/addr_treq
         ln -s $PWD/subsystems/{NQN} ports/1/subsystems/{NQN}
         disk=\"nvme-tcp://127.0.0.1:4420/{NQN}?queues=2&host_nqn={HOST_NQN}\"
-        for file in key key-v0; do
+        for file in key key-v1; do
             blkyard bench \"$disk&tls_key=/tmp/$file\" $load || said
             echo $file
         done
@@ -115,7 +115,7 @@ fn tls(ground: &ScenarioContext) -> Result<()> {
     );
     let vm = Vm::new(ground.guest, 2).network(&[]).folder(folder(ground, &program)?);
     let output = vm.succeed(&task)?;
-    let expected = "refused\nverified\nverified\nkey\nkey-v0\nrefused\n";
+    let expected = "refused\nverified\nverified\nkey\nkey-v1\nrefused\n";
     ensure!(output == expected, "the guest says:\n{output}");
     running.stop().map(drop).context("the target")
 }

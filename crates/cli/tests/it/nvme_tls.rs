@@ -39,7 +39,7 @@ fn new_key(folder: &Path, name: &str, hmac: &str) -> String {
 /// `options` are those of its device.
 fn serve(folder: &Path, options: &str) -> (Daemon, SocketAddr) {
     let (host, other) = (new_key(folder, "host", "1"), new_key(folder, "other", "0"));
-    keep(folder, "host-v0", &format!("{host} v0\n"));
+    keep(folder, "host-v1", &format!("{host} v1\n"));
     keep(folder, "host-compat", &format!("{host} compat\n"));
     keep(folder, "keys", &format!("{HOST} {host}\n{OTHER} {other}\n{OLD} {host} compat\n"));
     let address = free_address();
@@ -121,7 +121,7 @@ fn a_host_with_its_key_uses_a_disk_and_one_without_does_not() {
         assert!(output.status.success(), "{options}: {}", String::from_utf8_lossy(&output.stderr));
     };
     works(&format!("{HOST}&tls_key=host"), &small);
-    works(&format!("{HOST}&tls_key=host-v0"), &small);
+    works(&format!("{HOST}&tls_key=host-v1"), &small);
     works(&format!("{HOST}&tls_key=host&header_digest=on&data_digest=on"), &small);
     // More than sockets and lists take at once.
     works(&format!("{OTHER}&tls_key=other"), &["--bs", "128k", "--iodepth", "64"]);
