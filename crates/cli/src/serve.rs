@@ -670,7 +670,8 @@ fn introduce(devices: &[Arc<ServedDevice>], exports: &[(ReadyExport, Vec<usize>)
             && let Ok(address) = listener.local_addr()
         {
             let (ip, port, nqn) = (address.ip(), address.port(), config.disk.nqn());
-            say(format_args!("connect to {} with\n  nvme connect -t tcp -a {ip} -s {port} -n {nqn}", export.name));
+            let tls = if config.disk.has_tls() { " --tls" } else { "" };
+            say(format_args!("connect to {} with\n  nvme connect -t tcp -a {ip} -s {port} -n {nqn}{tls}", export.name));
         }
     }
     let local: Vec<_> = exports.iter().filter_map(|(export, _)| Some((export, export.socket.as_ref()?))).collect();

@@ -175,6 +175,11 @@ impl NvmeTcpDisk {
         NvmeTcpDisk { first_controller, ..self }
     }
 
+    /// Whether it has hosts whose connections are encrypted.
+    pub fn has_tls(&self) -> bool {
+        self.tls.is_some()
+    }
+
     /// NQN of the subsystem.
     pub fn nqn(&self) -> &Nqn {
         &self.nqn
@@ -257,8 +262,8 @@ fn discovery_entries(disk: &NvmeTcpDisk, local: SocketAddr) -> Vec<DiscoveryEntr
         admin_entries: ADMIN_ENTRIES,
         no_flow_control: true,
         // The port of another discovery service is not known.
-        secure_channel: if disk.tls.is_some() && kind == Subsystem { Required } else { NotRequired },
-        has_tls: disk.tls.is_some() && kind == Subsystem,
+        secure_channel: if disk.has_tls() && kind == Subsystem { Required } else { NotRequired },
+        has_tls: disk.has_tls() && kind == Subsystem,
     };
     let ports = disk.ports.seen_from(local).into_iter();
     let mut entries: Vec<_> = ports.map(|port| entry(Subsystem, disk.nqn.clone(), port, port.port())).collect();
