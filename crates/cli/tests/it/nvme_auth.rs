@@ -21,7 +21,7 @@ const HOST: &str = "nqn.2026-11.test:host";
 const GUEST: &str = "nqn.2026-11.test:guest";
 
 /// Writes a file that only its owner reads, and returns what is in it.
-fn keep(folder: &Path, name: &str, text: &str) -> String {
+pub fn keep(folder: &Path, name: &str, text: &str) -> String {
     fs::write(folder.join(name), text).unwrap();
     fs::set_permissions(folder.join(name), fs::Permissions::from_mode(0o600)).unwrap();
     text.to_owned()

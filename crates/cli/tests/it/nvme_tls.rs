@@ -3,9 +3,9 @@
 use std::fs;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
-use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::Stdio;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use blkyard_nvme::fabrics::{ANY_CONTROLLER, DISCOVERY_NQN, Nqn, fabrics_status};
@@ -14,6 +14,7 @@ use blkyard_nvme::{Sqe, cns};
 use blkyard_tls::TlsChannel;
 
 use crate::common::{Daemon, PATIENCE, inspect, program, run, succeed, wait_until};
+use crate::nvme_auth::keep;
 use crate::nvme_tcp::{free_address, pattern};
 use crate::tcp_host::{TcpQueue, enabled};
 
@@ -22,13 +23,6 @@ const HOST: &str = "nqn.2026-11.test:host";
 const OTHER: &str = "nqn.2026-11.test:other";
 const OLD: &str = "nqn.2026-11.test:old";
 const PLAIN: &str = "nqn.2026-11.test:plain";
-
-/// Writes a file that only its owner reads, and returns what is in it.
-fn keep(folder: &Path, name: &str, text: &str) -> String {
-    fs::write(folder.join(name), text).unwrap();
-    fs::set_permissions(folder.join(name), fs::Permissions::from_mode(0o600)).unwrap();
-    text.to_owned()
-}
 
 fn new_key(folder: &Path, name: &str, hmac: &str) -> String {
     let text = succeed(folder, &["nvme", "gen-tls-key", "-m", hmac]);
@@ -49,22 +43,27 @@ fn serve(folder: &Path, options: &str) -> (Daemon, SocketAddr) {
     (Daemon::start(folder, &["--control", "c", "--lanes", "2", "--device", &device, "--export", &export]), address)
 }
 
-/// An address at which a plain connection becomes an encrypted one to the target.
-fn encrypted(target: SocketAddr, psk: TlsPsk) -> SocketAddr {
+/// What two ends have sent each other.
+type Wire = Arc<Mutex<Vec<u8>>>;
+
+/// An address at which a plain connection becomes an encrypted one to the target, and what is between these two.
+fn encrypted(target: SocketAddr, psk: TlsPsk) -> (SocketAddr, Wire) {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-    let address = listener.local_addr().unwrap();
+    let (address, wire) = (listener.local_addr().unwrap(), Wire::default());
+    let seen = Arc::clone(&wire);
     std::thread::spawn(move || {
         while let Ok((plain, _)) = listener.accept() {
             let socket = TcpStream::connect_timeout(&target, PATIENCE).unwrap();
             let channel = TlsChannel::client(&psk.identity, &psk.key).unwrap();
-            std::thread::spawn(|| _ = carry(plain, socket, channel));
+            let seen = Arc::clone(&seen);
+            std::thread::spawn(move || _ = carry(plain, socket, channel, &seen));
         }
     });
-    address
+    (address, wire)
 }
 
 /// Carries bytes both ways until an end closes.
-fn carry(mut plain: TcpStream, mut socket: TcpStream, mut channel: TlsChannel) -> std::io::Result<()> {
+fn carry(mut plain: TcpStream, mut socket: TcpStream, mut channel: TlsChannel, seen: &Wire) -> std::io::Result<()> {
     for stream in [&plain, &socket] {
         stream.set_nodelay(true)?;
         stream.set_read_timeout(Some(Duration::from_millis(1)))?;
@@ -75,6 +74,7 @@ fn carry(mut plain: TcpStream, mut socket: TcpStream, mut channel: TlsChannel) -
         let is_open = channel.shake_hands();
         let outgoing = channel.outgoing().to_vec();
         channel.sent(outgoing.len());
+        seen.lock().unwrap().extend_from_slice(&outgoing);
         socket.write_all(&outgoing)?;
         let Ok(is_open) = is_open else { break };
         if is_open {
@@ -87,7 +87,10 @@ fn carry(mut plain: TcpStream, mut socket: TcpStream, mut channel: TlsChannel) -
         }
         match socket.read(&mut bytes) {
             Ok(0) => break,
-            Ok(read) => channel.put(&bytes[..read]),
+            Ok(read) => {
+                seen.lock().unwrap().extend_from_slice(&bytes[..read]);
+                channel.put(&bytes[..read]);
+            }
             Err(error) if is_early(&error) => {}
             Err(_) => break,
         }
@@ -149,8 +152,10 @@ fn a_key_is_of_one_host_and_what_it_protects_is_not_on_the_wire() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     let (daemon, address) = serve(folder, "");
+    let greeting = daemon.greeting.join("\n");
+    assert!(greeting.contains(&format!("-n {NQN} --tls")), "{greeting}");
     // Who has the key of one host has no other name.
-    let by_other = encrypted(address, psk(folder, "other", OTHER));
+    let (by_other, wire) = encrypted(address, psk(folder, "other", OTHER));
     let mut thief = TcpQueue::initialized(by_other);
     let refused = fabrics_status::INVALID_HOST.with_dnr();
     assert_eq!(thief.connect(NQN, HOST, 0, ANY_CONTROLLER, 0).status, refused);
@@ -167,6 +172,10 @@ fn a_key_is_of_one_host_and_what_it_protects_is_not_on_the_wire() {
     assert!(queue.connect(NQN, OTHER, 1, controller, 0).status.is_success());
     queue.write(1, 0, &pattern(4096, 1));
     assert_eq!(queue.read(1, 0, 4096), pattern(4096, 1));
+    let wire = wire.lock().unwrap().clone();
+    let has = |bytes: &[u8]| wire.windows(bytes.len()).any(|seen| seen == bytes);
+    assert!(wire.len() > 2 * 4096 && has(format!("{OTHER} {NQN}").as_bytes()), "the identity is sent in the clear");
+    assert!(pattern(4096, 1).chunks(16).all(|piece| !has(piece)), "and the data is not");
     // The discovery service is for all, and says what its subsystem wants.
     let mut discovery = TcpQueue::initialized(address);
     assert!(discovery.connect(DISCOVERY_NQN, "nqn.2026-11.test:anybody", 0, ANY_CONTROLLER, 0).status.is_success());
@@ -181,7 +190,7 @@ fn a_handshake_that_breaks_off_or_stands_still_costs_no_other_host_anything() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     let (daemon, address) = serve(folder, "");
-    let mut honest = TcpQueue::initialized(encrypted(address, psk(folder, "host", HOST)));
+    let mut honest = TcpQueue::initialized(encrypted(address, psk(folder, "host", HOST)).0);
     let answer = honest.connect(NQN, HOST, 0, ANY_CONTROLLER, 0);
     assert!(answer.status.is_success());
     honest.set_config(enabled());
@@ -227,12 +236,16 @@ fn a_takeover_of_an_encrypted_target_is_a_pause() {
     let mut client = client.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
     let queues = || inspect(folder, &[])["exports"][0]["session"]["io_queues"].as_u64();
     wait_until("the host has its queues", || queues() == Some(2));
-    let next = Daemon::start(folder, &["--takeover", "c"]);
+    let log = fs::File::create(folder.join("log")).unwrap();
+    let next = Daemon::launch(program(folder, &["serve", "--takeover", "c"]).stderr(log));
     wait_until("the host has its queues again", || queues() == Some(2));
     let status = client.wait().unwrap();
     let mut said = String::new();
     client.stderr.take().unwrap().read_to_string(&mut said).unwrap();
     assert!(status.success(), "{said}");
+    // The next daemon was given no connection whose bytes it does not understand.
+    let log = fs::read_to_string(folder.join("log")).unwrap();
+    assert!(log.contains("is connected") && !log.contains("disconnected"), "{log}");
     next.stop();
     drop(daemon);
 }
