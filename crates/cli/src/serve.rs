@@ -110,9 +110,10 @@ pub struct ServeArgs {
     /// that may connect (default: any), secrets=FILE with a line for each host that is authenticated (NQN, its secret
     /// as made by blkyard nvme gen-dhchap-key, and the target's own if it is to authenticate itself; other hosts only
     /// by hosts=), tls_keys=FILE with a line for each host that uses TLS 1.3 (NQN, its key as made by blkyard nvme
-    /// gen-tls-key, and compat if an nvme-cli without that option derives it; other hosts only by hosts=; only in a program built
-    /// with --features tls), referrals=ADDRESS:PORT,... of other discovery services, remote=on to allow an address that
-    /// other machines reach without TLS, queues=N of all hosts together (default: 32). No mode and group.
+    /// gen-tls-key, and compat if an nvme-cli without that option derives it; other hosts only by hosts=; only in a
+    /// program built with --features tls), referrals=ADDRESS:PORT,... of other discovery services, remote=on to allow
+    /// an address that other machines reach without TLS, queues=N of all hosts together (default: 32). No mode and
+    /// group.
     #[arg(long, value_name = "SPEC")]
     pub export: Vec<String>,
     /// Replace the running daemon with this control socket, and continue its exports. Guests see a pause; that daemon

@@ -30,8 +30,8 @@ pub enum TlsDerivation {
     /// As specified.
     #[default]
     Standard,
-    /// As libnvme did until its pull request 1051 of August 2025: without the lengths of label and context, and with the
-    /// low byte of the key's first. nvme-cli calls it `compat`.
+    /// As libnvme did until its pull request 1051 of August 2025: without the lengths of label and context, and with
+    /// the low byte of the key's first. nvme-cli calls it `compat`.
     Compat,
 }
 
