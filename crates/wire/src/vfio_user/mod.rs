@@ -24,8 +24,8 @@ pub use frame::{Frame, FrameLimits, FrameReader, READ_BYTES_MAX};
 pub use header::{Command, HEADER_BYTES, MessageHeader, MessageKind};
 pub use irq::{IrqAction, IrqData, IrqFlags, IrqInfo, IrqRange, IrqSetRequest};
 pub use region::{
-    DeviceFlags, DeviceRegions, IoFd, IoFdKind, REGION_INFO_BYTES, RegionAccess, RegionFlags, RegionInfo, RegionIoFds,
-    RegionWrite, SparseArea,
+    DeviceFlags, DeviceRegions, IO_FDS_BYTES, IoFd, IoFdKind, REGION_INFO_BYTES, RegionAccess, RegionFlags, RegionInfo,
+    RegionIoFds, RegionWrite, SparseArea,
 };
 pub use reply::VfioReply;
 pub use request::VfioRequest;

@@ -8,9 +8,10 @@ pub(super) const DEVICE_BYTES: usize = 16;
 /// Bytes of DEVICE_GET_REGION_INFO, both ways, without capabilities.
 pub const REGION_INFO_BYTES: usize = 32;
 /// Bytes of DEVICE_GET_REGION_IO_FDS, both ways, without entries.
-pub(super) const IO_FDS_BYTES: usize = 16;
-/// Bytes of one entry there.
-const IO_FD_BYTES: usize = 40;
+pub const IO_FDS_BYTES: usize = 16;
+/// Bytes of one entry there, as libvfio-user has it, and as the specification has it.
+const IO_FD_BYTES: usize = 48;
+const SHORT_IO_FD_BYTES: usize = 40;
 /// Bytes before the data of REGION_READ and REGION_WRITE.
 const ACCESS_BYTES: usize = 16;
 /// Bytes of one write of REGION_WRITE_MULTI, and its maximum data.
@@ -133,10 +134,17 @@ pub struct IoFd {
 /// A kind of descriptor for I/O.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IoFdKind {
-    /// KVM's ioeventfd.
+    /// KVM's ioeventfd: the value of a write is lost.
     EventFd,
     /// KVM's ioregionfd.
     RegionFd,
+    /// An ioeventfd whose writer first stores the value in memory of the server.
+    ShadowEventFd {
+        /// Index of the memory's file among the descriptors of the message.
+        memory: u32,
+        /// Offset in that file of the part's first byte.
+        at: u64,
+    },
 }
 
 impl DeviceRegions {
@@ -270,7 +278,8 @@ impl RegionIoFds {
         (IO_FDS_BYTES + self.parts.len() * IO_FD_BYTES) as u32
     }
 
-    /// Entries may be longer in later versions; bytes after their known fields are skipped.
+    /// Entries may be longer in later versions; bytes after their known fields are skipped. They may also be shorter:
+    /// the specification has none of the fields of an eventfd with memory.
     pub(super) fn parse(payload: &[u8], descriptors: usize) -> Result<RegionIoFdsReply, MessageError> {
         let command = Command::DeviceGetRegionIoFds;
         let mut fields = PayloadReader::new(command, payload, IO_FDS_BYTES)?;
@@ -284,7 +293,7 @@ impl RegionIoFds {
             return Ok(RegionIoFdsReply::Cut { argsz, index });
         };
         let entry_bytes = entries_bytes.checked_div(count as usize).unwrap_or(IO_FD_BYTES);
-        if entry_bytes < IO_FD_BYTES || entry_bytes.checked_mul(count as usize) != Some(entries_bytes) {
+        if entry_bytes < SHORT_IO_FD_BYTES || entry_bytes.checked_mul(count as usize) != Some(entries_bytes) {
             return Err(MessageError::Count { command, count: u64::from(count) });
         }
         let parts = entries.chunks_exact(entry_bytes).map(|entry| IoFd::parse(entry, descriptors));
@@ -307,27 +316,36 @@ impl RegionIoFds {
 impl IoFd {
     fn parse(entry: &[u8], descriptors: usize) -> Result<IoFd, MessageError> {
         let command = Command::DeviceGetRegionIoFds;
-        let mut fields = PayloadReader::new(command, entry, IO_FD_BYTES)?;
-        let (offset, size, fd_index) = (fields.u64()?, fields.u64()?, fields.u32()?);
-        let kind = match fields.u32()? {
-            0 => IoFdKind::EventFd,
-            1 => IoFdKind::RegionFd,
+        let has_memory = entry.len() >= IO_FD_BYTES;
+        let mut fields = PayloadReader::new(command, entry, if has_memory { IO_FD_BYTES } else { SHORT_IO_FD_BYTES })?;
+        let (offset, size, fd_index, kind) = (fields.u64()?, fields.u64()?, fields.u32()?, fields.u32()?);
+        let (flags, memory, word) = (fields.u32()?, fields.u32()?, fields.u64()?);
+        let (kind, value) = match kind {
+            0 if has_memory => (IoFdKind::EventFd, fields.u64()?),
+            0 => (IoFdKind::EventFd, word),
+            1 => (IoFdKind::RegionFd, word),
+            2 if has_memory => (IoFdKind::ShadowEventFd { memory, at: word }, fields.u64()?),
             other => return Err(MessageError::IoFdType(other)),
         };
-        let (flags, _padding, value) = (fields.u32()?, fields.u32()?, fields.u64()?);
         check_range(command, offset, size)?;
-        if fd_index as usize >= descriptors {
-            return Err(MessageError::NoDescriptor { command, index: fd_index });
+        let mut indexes = vec![fd_index];
+        if let IoFdKind::ShadowEventFd { memory, at } = kind {
+            check_range(command, at, size)?;
+            indexes.push(memory);
         }
-        Ok(IoFd { offset, size, fd_index, kind, flags, value })
+        match indexes.into_iter().find(|index| *index as usize >= descriptors) {
+            Some(index) => Err(MessageError::NoDescriptor { command, index }),
+            None => Ok(IoFd { offset, size, fd_index, kind, flags, value }),
+        }
     }
 
     fn encode(&self, bytes: &mut Vec<u8>) {
-        let kind = match self.kind {
-            IoFdKind::EventFd => 0_u32,
-            IoFdKind::RegionFd => 1,
+        let (kind, memory, words) = match self.kind {
+            IoFdKind::EventFd => (0_u32, 0, [0, self.value]),
+            IoFdKind::RegionFd => (1, 0, [self.value, 0]),
+            IoFdKind::ShadowEventFd { memory, at } => (2, memory, [at, self.value]),
         };
-        bytes.extend(payload![self.offset, self.size, self.fd_index, kind, self.flags, 0_u32, self.value]);
+        bytes.extend(payload![self.offset, self.size, self.fd_index, kind, self.flags, memory, words[0], words[1]]);
     }
 }
 

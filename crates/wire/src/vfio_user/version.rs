@@ -38,6 +38,10 @@ pub struct VfioCapabilities {
     pub twin_socket: TwinSocket,
     /// Whether REGION_WRITE_MULTI is supported.
     pub write_multiple: bool,
+    /// Whether DEVICE_GET_REGION_IO_FDS is worth a message. Not of the specification, in which every server has it: one
+    /// of those in use takes the payload of a command that it does not know for the next message.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub region_io_fds: bool,
 }
 
 /// Description of a second socket for the server's commands.
@@ -68,6 +72,7 @@ impl Default for VfioCapabilities {
             pgsizes: PAGES,
             twin_socket: TwinSocket::default(),
             write_multiple: false,
+            region_io_fds: false,
         }
     }
 }

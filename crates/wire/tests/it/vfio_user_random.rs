@@ -37,6 +37,7 @@ fn version(is_reply: bool) -> impl Strategy<Value = VfioVersion> {
             pgsizes: pgsizes.try_into().unwrap(),
             twin_socket: TwinSocket { supported, fd_index },
             write_multiple,
+            region_io_fds: max_msg_fds % 2 == 1,
         };
         VfioVersion { major, minor, capabilities }
     })
@@ -218,7 +219,11 @@ proptest! {
         let fixed = RegionInfo { sparse: None, ..info };
         reply_is_read_back(&VfioReply::RegionInfoCut { argsz: 33 + (count & 0xffff), fixed }, 0, id)?;
         let parts = parts.into_iter().map(|((offset, size), fd_index, eventfd, (flags, value))| {
-            let kind = if eventfd { IoFdKind::EventFd } else { IoFdKind::RegionFd };
+            let kind = match (eventfd, flags % 2) {
+                (true, 0) => IoFdKind::EventFd,
+                (true, _) => IoFdKind::ShadowEventFd { memory: fd_index, at: offset },
+                (false, _) => IoFdKind::RegionFd,
+            };
             IoFd { offset, size, fd_index, kind, flags, value }
         });
         let fds = RegionIoFds { index, parts: parts.collect() };

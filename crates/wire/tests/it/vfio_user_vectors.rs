@@ -186,6 +186,7 @@ fn replies_are_read_and_written_as_specified() {
         sparse,
     };
     let part = IoFd { offset: 0x1000, size: 4, fd_index: 1, kind: IoFdKind::EventFd, flags: 1, value: 9 };
+    let shadow = IoFdKind::ShadowEventFd { memory: 2, at: 0x3000 };
     for (payload, descriptors, expected) in [
         (vec![], 0, VfioReply::DmaMap),
         (
@@ -224,11 +225,16 @@ fn replies_are_read_and_written_as_specified() {
             VfioReply::RegionInfoCut { argsz: 64, fixed: region(None) },
         ),
         (
-            bytes![56_u32, 0_u32, 0_u32, 1_u32, 0x1000_u64, 4_u64, 1_u32, 0_u32, 1_u32, 0_u32, 9_u64],
+            bytes![64_u32, 0_u32, 0_u32, 1_u32, 0x1000_u64, 4_u64, 1_u32, 0_u32, 1_u32, 0_u32, 0_u64, 9_u64],
             2,
             VfioReply::DeviceGetRegionIoFds(RegionIoFds { index: 0, parts: vec![part] }),
         ),
-        (bytes![56_u32, 0_u32, 3_u32, 1_u32], 0, VfioReply::RegionIoFdsCut { argsz: 56, index: 3 }),
+        (
+            bytes![64_u32, 0_u32, 0_u32, 1_u32, 0x1000_u64, 4_u64, 1_u32, 2_u32, 1_u32, 2_u32, 0x3000_u64, 9_u64],
+            3,
+            VfioReply::DeviceGetRegionIoFds(RegionIoFds { index: 0, parts: vec![IoFd { kind: shadow, ..part }] }),
+        ),
+        (bytes![64_u32, 0_u32, 3_u32, 1_u32], 0, VfioReply::RegionIoFdsCut { argsz: 64, index: 3 }),
         (
             bytes![16_u32, 9_u32, 2_u32, 33_u32],
             0,
@@ -290,6 +296,10 @@ fn capabilities_of_known_peers_are_read() {
         (
             r#"{"capabilities":{"max_msg_fds":9,"max_data_xfer_size":1048576,"pgsizes":4096,"max_dma_maps":65535,"write_multiple":true}}"#,
             VfioCapabilities { write_multiple: true, ..sized(9, 1 << 20) },
+        ),
+        (
+            r#"{"capabilities":{"max_msg_fds":9,"max_data_xfer_size":1048576,"max_dma_maps":65535,"pgsizes":4096,"region_io_fds":true}}"#,
+            VfioCapabilities { region_io_fds: true, ..sized(9, 1 << 20) },
         ),
         // The vfio_user crate, without the outer object.
         (r#"{"max_msg_fds":1,"max_data_xfer_size":1048576,"migration":{"pgsize":4096}}"#, defaults.clone()),
@@ -588,11 +598,14 @@ fn region_replies_that_lie_are_refused() {
 fn replies_about_descriptors_for_io_that_lie_are_refused() {
     let command = Command::DeviceGetRegionIoFds;
     let entry = |offset: u64, fd_index: u32, kind: u32| bytes![offset, 8_u64, fd_index, kind, 0_u32, 0_u32, 0_u64];
+    let shadow = |memory: u32, at: u64| bytes![0_u64, 8_u64, 0_u32, 2_u32, 0_u32, memory, at, 0_u64];
     let with = |argsz: u32, count: u32, rest: &[u8]| [&bytes![argsz, 0_u32, 0_u32, count][..], rest].concat();
     for (payload, error) in [
         (with(56, 1, &entry(0, 1, 0)), MessageError::NoDescriptor { command, index: 1 }),
         (with(56, 1, &entry(0, u32::MAX, 1)), MessageError::NoDescriptor { command, index: u32::MAX }),
         (with(56, 1, &entry(0, 0, 2)), MessageError::IoFdType(2)),
+        (with(64, 1, &shadow(1, 0)), MessageError::NoDescriptor { command, index: 1 }),
+        (with(64, 1, &shadow(0, !0)), MessageError::Range { command, start: !0, len: 8 }),
         (with(56, 1, &entry(!0, 0, 0)), MessageError::Range { command, start: !0, len: 8 }),
         (with(56, 2, &entry(0, 0, 0)), MessageError::Count { command, count: 2 }),
         (with(56, u32::MAX, &entry(0, 0, 0)), MessageError::Count { command, count: u64::from(u32::MAX) }),
@@ -602,7 +615,13 @@ fn replies_about_descriptors_for_io_that_lie_are_refused() {
     ] {
         assert_eq!(reply(command, &payload, 1), Err(error), "{payload:?}");
     }
-    // Entries with additional bytes of a later version.
-    let longer = with(64, 1, &[entry(0, 0, 0), bytes![7_u64]].concat());
-    assert!(matches!(reply(command, &longer, 1), Ok(VfioReply::DeviceGetRegionIoFds(fds)) if fds.parts.len() == 1));
+    // Entries of the specification, which have no memory, and entries with additional bytes of a later version.
+    let part = IoFd { offset: 0, size: 8, fd_index: 0, kind: IoFdKind::EventFd, flags: 0, value: 0 };
+    let in_memory = IoFd { kind: IoFdKind::ShadowEventFd { memory: 0, at: 4096 }, ..part };
+    for (payload, part) in
+        [(with(56, 1, &entry(0, 0, 0)), part), (with(72, 1, &[shadow(0, 4096), bytes![7_u64]].concat()), in_memory)]
+    {
+        let fds = RegionIoFds { index: 0, parts: vec![part] };
+        assert_eq!(reply(command, &payload, 1), Ok(VfioReply::DeviceGetRegionIoFds(fds)));
+    }
 }
