@@ -27,7 +27,7 @@ use blkyard_sys::{EventFd, PollFd, PollFlags};
 
 use crate::AttachError;
 use crate::nvme::disk::NamespaceShared;
-use crate::nvme::mailbox::{NvmeCommand, NvmeQueueMessage, OpenedIoQueue, RunningQueue};
+use crate::nvme::mailbox::{DoorbellListener, NvmeCommand, NvmeQueueMessage, OpenedIoQueue, RunningQueue};
 use crate::nvme::queue_use::{AddressOf, QueueUse, Unreached};
 use crate::nvme::{HostParts, NvmeTransport};
 use crate::outage::{LossHistory, Outage, OutageStep, PAUSE_MIN};
@@ -435,7 +435,7 @@ impl<T: NvmeTransport> NvmeControl<T> {
         if granted < used {
             return Err(format!("the controller grants {granted} queues where {used} are in use; give it as many"));
         }
-        let is_forwarded = session.host.transport().doorbells().is_none();
+        let is_shared = session.host.transport().doorbells().is_some();
         let mut new = Vec::new();
         while let Some(queue) = session.host.take_queue() {
             new.push(queue);
@@ -453,11 +453,16 @@ impl<T: NvmeTransport> NvmeControl<T> {
             if depth == 0 {
                 self.shared.set_depth(usize::from(queue.depth()));
             }
+            let listener = match session.host.transport().doorbell_eventfd(queue.qid()) {
+                Some(eventfd) if is_shared => DoorbellListener::Controller(Arc::clone(eventfd)),
+                _ if is_shared => DoorbellListener::None,
+                _ => DoorbellListener::Control,
+            };
             let running = RunningQueue {
                 has_interrupt: session.host.queue_vector(queue.qid()).is_some(),
                 queue: Box::new(queue),
                 session: session.number,
-                is_forwarded,
+                listener,
             };
             self.queues[number].run(running, &found);
         }

@@ -42,8 +42,18 @@ pub(crate) struct RunningQueue {
     pub(crate) session: u64,
     /// Whether an interrupt follows a completion.
     pub(crate) has_interrupt: bool,
-    /// Whether the control thread writes its doorbells.
-    pub(crate) is_forwarded: bool,
+    pub(crate) listener: DoorbellListener,
+}
+
+/// Who is to be told that a queue has written a doorbell.
+#[derive(Clone, Debug)]
+pub(crate) enum DoorbellListener {
+    /// Nobody: the controller polls the doorbells.
+    None,
+    /// The control thread, which writes the register.
+    Control,
+    /// The controller.
+    Controller(Arc<EventFd>),
 }
 
 impl RunningQueue {

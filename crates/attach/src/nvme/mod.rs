@@ -14,7 +14,8 @@
 //! vector *n* signal eventfd *n*. Domain and eventfds come from here ([`HostParts`]), since they outlive a device that
 //! is lost and opened again. All methods are called on the control thread and may wait for a bounded time.
 //!
-//! A lane writes doorbells that are shared memory. Others are written by the control thread, which the lane wakes.
+//! A lane writes doorbells that are shared memory, and signals the controller if that does not poll them. Others are
+//! written by the control thread, which the lane wakes.
 //! Whether completions are polled or awaited is the lane's decision: an awake lane polls the completion ring, and a
 //! lane that sleeps listens to the eventfd. A queue without an interrupt vector is polled at intervals instead.
 
@@ -90,6 +91,12 @@ pub trait NvmeTransport: ControllerTransport + Debug + Send + Sized + 'static {
 
     /// Reason why the device is lost, with cure.
     fn failure(&self) -> Option<String>;
+
+    /// The eventfd to signal after a write of a shared doorbell of this queue, as
+    /// [`ControllerTransport::signal_doorbell`] does. Its other end may have made it blocking. Unset by default.
+    fn doorbell_eventfd(&self, _qid: u16) -> Option<&Arc<EventFd>> {
+        None
+    }
 }
 
 /// How a namespace is attached, over any transport.

@@ -13,7 +13,7 @@ use blkyard_sys::EventFd;
 
 use crate::mailbox::ControlSender;
 use crate::nvme::mailbox::{
-    NvmeCommand, NvmeQueueMailbox, NvmeQueueMessage, OpenedIoQueue, ReachedBuffer, RunningQueue,
+    DoorbellListener, NvmeCommand, NvmeQueueMailbox, NvmeQueueMessage, OpenedIoQueue, ReachedBuffer, RunningQueue,
 };
 
 /// Polling interval of a queue without an interrupt vector while requests are in flight, ns.
@@ -41,6 +41,7 @@ pub struct NamespaceQueue {
     polled_ns: u64,
     /// Wakes the control thread.
     wake: Arc<EventFd>,
+    /// Of the listener to the doorbells.
     place: SignalSlot,
     control: ControlSender<NvmeCommand>,
 }
@@ -73,7 +74,13 @@ impl NamespaceQueue {
 
     /// Handles the control thread's messages.
     #[cold]
-    fn read_mail(&mut self, memory: &RegionTable, done: &mut Done<'_>, now_ns: u64) {
+    fn read_mail<Cx: ?Sized + SignalEventfd>(
+        &mut self,
+        cx: &mut Cx,
+        memory: &RegionTable,
+        done: &mut Done<'_>,
+        now_ns: u64,
+    ) {
         for message in self.mailbox.take() {
             match message {
                 NvmeQueueMessage::Command(command) => {
@@ -87,6 +94,7 @@ impl NamespaceQueue {
                 NvmeQueueMessage::Run(running) => {
                     (self.is_known, self.is_failing) = (false, false);
                     let old = self.running.take();
+                    cx.forget(&mut self.place);
                     running.prefer_node();
                     let running = self.running.insert(running);
                     if let Some(mut old) = old {
@@ -126,11 +134,15 @@ impl NamespaceQueue {
         }
     }
 
-    /// Has the control thread write doorbells that are not shared.
+    /// Tells the listener that a doorbell was written.
     #[inline]
     fn ring<Cx: ?Sized + SignalEventfd>(&mut self, cx: &mut Cx) {
-        if self.mailbox.post_doorbell() {
-            cx.signal(&mut self.place, self.wake.as_fd());
+        match self.running.as_ref().map(|running| &running.listener) {
+            Some(DoorbellListener::Controller(eventfd)) => cx.signal(&mut self.place, eventfd.as_fd()),
+            Some(DoorbellListener::Control) if self.mailbox.post_doorbell() => {
+                cx.signal(&mut self.place, self.wake.as_fd());
+            }
+            _ => {}
         }
     }
 }
@@ -148,7 +160,7 @@ impl<Cx: ?Sized + SignalEventfd> Driver<Cx> for NamespaceQueue {
             let base = addresses.get(segment.region as usize).copied().flatten()?;
             memory.resolve_region(segment).map(|_| base + segment.offset)
         });
-        if rang && running.is_forwarded {
+        if rang {
             self.ring(cx);
         }
     }
@@ -156,11 +168,11 @@ impl<Cx: ?Sized + SignalEventfd> Driver<Cx> for NamespaceQueue {
     #[inline]
     fn poll(&mut self, cx: &mut Cx, memory: &RegionTable, done: &mut Done<'_>, now_ns: u64) {
         if self.mailbox.has_mail() {
-            self.read_mail(memory, done, now_ns);
+            self.read_mail(cx, memory, done, now_ns);
         }
         let Some(running) = &mut self.running else { return };
         self.polled_ns = now_ns;
-        let rang = running.queue.poll(done, now_ns) && running.is_forwarded;
+        let rang = running.queue.poll(done, now_ns);
         if let Some(report) = running.queue.take_report() {
             self.control.send(NvmeCommand::Report(self.number, running.session, report));
         }

@@ -10,16 +10,18 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use blkyard_mem::{DmaDomain, Region, View};
+use blkyard_nvme::registers::{CAP, Capabilities};
 use blkyard_sys::{EventFd, TimeSource};
 use blkyard_wire::vfio_user::{
-    DeviceFlags, DeviceRegions, IrqAction, IrqData, IrqRange, IrqSetRequest, REGION_INFO_BYTES, RegionAccess,
-    RegionFlags, RegionInfo, VfioRequest, irq_index, region_index,
+    DeviceFlags, DeviceRegions, IO_FDS_BYTES, IrqAction, IrqData, IrqRange, IrqSetRequest, REGION_INFO_BYTES,
+    RegionAccess, RegionFlags, RegionInfo, VfioRequest, irq_index, region_index,
 };
 
 use crate::HostParts;
 use crate::connector::{Connector, DirectConnector, connect_until};
 use crate::vfio_user::VfioUserError;
 use crate::vfio_user::connection::ServerConnection;
+use crate::vfio_user::doorbells::SignalledDoorbells;
 use crate::vfio_user::memory::ServerMemory;
 use crate::vfio_user::pci::{self, CONFIG_BYTES, MsixCapability};
 use crate::vfio_user::session::VfioAnswer;
@@ -42,6 +44,9 @@ pub struct VfioUserConfig {
     pub reply_max: Duration,
     /// Maximum interrupt vectors to use.
     pub vectors_max: u16,
+    /// Whether the server is asked for eventfds of the doorbells. If not, or if it has none, a doorbell that is not
+    /// shared is a message.
+    pub doorbell_eventfds: bool,
     /// Readable when the device is closed: waiting for replies then ends.
     pub end: Arc<EventFd>,
 }
@@ -59,6 +64,7 @@ impl VfioUserConfig {
             // A busy machine answers within milliseconds, hardly ever within seconds.
             reply_max: Duration::from_secs(10),
             vectors_max: 33,
+            doorbell_eventfds: true,
             end: Arc::new(EventFd::new()?),
         })
     }
@@ -86,6 +92,8 @@ pub struct VfioUserController {
     /// A duplicate of the socket's descriptor.
     socket: OwnedFd,
     doorbells: Option<View>,
+    /// To be signalled after a write of a shared doorbell, by queue; empty if the server polls them.
+    doorbell_eventfds: Vec<Arc<EventFd>>,
     doorbell_bytes: usize,
 }
 
@@ -126,8 +134,15 @@ impl VfioUserController {
         if end < DOORBELLS_AT + DOORBELL_PAIR_BYTES {
             return Err(VfioUserError::Device { what: "doorbell registers in BAR 0" });
         }
-        let doorbells = map_doorbells(&bar0, &descriptors, end)?;
         let vectors = if msix.is_some() { state.vectors(device, vectors_max)? } else { 0 };
+        let mut doorbells = map_doorbells(&bar0, &descriptors, end)?;
+        let mut doorbell_eventfds = Vec::new();
+        if doorbells.is_none()
+            && config.doorbell_eventfds
+            && let Some(signalled) = state.signalled_doorbells(usize::from(vectors).max(2))?
+        {
+            (doorbells, doorbell_eventfds) = (Some(signalled.registers), signalled.eventfds);
+        }
         let socket = state.connection.as_fd().try_clone_to_owned();
         let mut controller = VfioUserController {
             state: Mutex::new(state),
@@ -140,6 +155,7 @@ impl VfioUserController {
             socket: socket.map_err(|error| VfioUserError::System(error.to_string()))?,
             doorbell_bytes: doorbells.as_ref().map_or((end - DOORBELLS_AT) as usize, View::len),
             doorbells,
+            doorbell_eventfds,
         };
         controller.prepare()?;
         Ok(controller)
@@ -208,6 +224,11 @@ impl VfioUserController {
     /// [`VfioUserController::write_register`].
     pub fn shared_doorbells(&self) -> Option<&View> {
         self.doorbells.as_ref()
+    }
+
+    /// The eventfd to signal after a write of a shared doorbell, by queue; empty if the server polls them.
+    pub fn doorbell_eventfds(&self) -> &[Arc<EventFd>] {
+        &self.doorbell_eventfds
     }
 
     /// Bytes of the doorbell registers.
@@ -334,6 +355,27 @@ impl DeviceState {
             VfioAnswer::Region(info, descriptors) => Ok((info, descriptors)),
             _ => Err(VfioUserError::Device { what: "such region" }),
         }
+    }
+
+    /// Doorbells with eventfds, if the server has them for this many queues at least.
+    fn signalled_doorbells(&mut self, queues_min: usize) -> Result<Option<SignalledDoorbells>, VfioUserError> {
+        if !self.connection.peer().region_io_fds {
+            return Ok(None);
+        }
+        let mut ask =
+            |argsz| match self.call(&VfioRequest::DeviceGetRegionIoFds { argsz, index: region_index::BAR0 }, &[]) {
+                Err(VfioUserError::Refused { .. }) => Ok(VfioAnswer::Done),
+                other => other,
+            };
+        let mut answer = ask(IO_FDS_BYTES as u32)?;
+        if let VfioAnswer::IoFdsNeed(argsz) = answer {
+            answer = ask(argsz)?;
+        }
+        let VfioAnswer::IoFds(fds, descriptors) = answer else { return Ok(None) };
+        let mut cap = [0; 8];
+        self.read_region(region_index::BAR0, CAP as u64, &mut cap)?;
+        let stride = Capabilities::from_bits(u64::from_le_bytes(cap)).doorbell_stride;
+        SignalledDoorbells::new(&fds, &descriptors, stride, queues_min)
     }
 
     /// Number of MSI-X vectors to use.

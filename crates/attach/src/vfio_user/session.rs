@@ -8,18 +8,20 @@ use std::time::{Duration, Instant};
 
 use blkyard_wire::vfio_user::{
     Command, DeviceRegions, DmaAccess, DmaUnmapRequest, Frame, FrameLimits, FrameReader, IrqInfo, MessageError,
-    MessageHeader, MessageKind, RegionAccess, RegionInfo, VERSION, VfioCapabilities, VfioReply, VfioRequest,
-    VfioVersion,
+    MessageHeader, MessageKind, RegionAccess, RegionInfo, RegionIoFds, VERSION, VfioCapabilities, VfioReply,
+    VfioRequest, VfioVersion,
 };
 
 use crate::vfio_user::VfioUserError;
 
 /// Maximum data bytes of a received message: the default of the specification.
 const DATA_BYTES_MAX: u32 = 1 << 20;
-/// Maximum descriptors of a received message: one for each area of a region, as some servers send.
-pub(crate) const DESCRIPTORS_MAX: usize = 32;
+/// Maximum descriptors of a received message: one for each area of a region, as some servers send, or for each queue.
+pub(crate) const DESCRIPTORS_MAX: usize = 64;
 /// Maximum bytes of a region's description: 250 areas and some capabilities.
 const REGION_REPLY_MAX: u32 = 4096;
+/// Maximum bytes of a reply about descriptors for a region: those of two doorbells of each of 170 queues.
+const IO_FDS_REPLY_MAX: u32 = 16 << 10;
 /// Maximum commands in flight.
 const IN_FLIGHT_MAX: usize = 64;
 
@@ -32,6 +34,8 @@ pub(crate) struct PeerLimits {
     pub(crate) descriptors: usize,
     /// DMA mappings.
     pub(crate) dma_maps: usize,
+    /// Whether it may be asked for descriptors of a region.
+    pub(crate) region_io_fds: bool,
 }
 
 /// An event from the server.
@@ -56,6 +60,10 @@ pub(crate) enum VfioAnswer<D> {
     Region(RegionInfo, Vec<D>),
     /// Bytes needed for a region's description.
     RegionNeeds(u32),
+    /// Descriptors for parts of a region.
+    IoFds(RegionIoFds, Vec<D>),
+    /// Bytes needed for the description of these.
+    IoFdsNeed(u32),
     /// An interrupt type.
     Irq(IrqInfo),
     /// The bytes of a region.
@@ -70,6 +78,7 @@ enum Asked {
     DmaUnmap(DmaUnmapRequest),
     Device,
     Region { index: u32, argsz: u32 },
+    IoFds { index: u32, argsz: u32 },
     Irq { index: u32 },
     SetIrqs,
     Read(RegionAccess),
@@ -89,15 +98,15 @@ impl Asked {
             VfioRequest::DmaUnmap(unmap) => Asked::DmaUnmap(*unmap),
             VfioRequest::DeviceGetInfo => Asked::Device,
             VfioRequest::DeviceGetRegionInfo { argsz, index } => Asked::Region { index: *index, argsz: *argsz },
+            VfioRequest::DeviceGetRegionIoFds { argsz, index } => Asked::IoFds { index: *index, argsz: *argsz },
             VfioRequest::DeviceGetIrqInfo { index } => Asked::Irq { index: *index },
             VfioRequest::DeviceSetIrqs(_) => Asked::SetIrqs,
             VfioRequest::RegionRead(access) => Asked::Read(*access),
             VfioRequest::RegionWrite(access, _) => Asked::Write(*access),
             VfioRequest::DeviceReset => Asked::Reset,
-            VfioRequest::DeviceGetRegionIoFds { .. }
-            | VfioRequest::DmaRead(_)
-            | VfioRequest::DmaWrite(..)
-            | VfioRequest::RegionWriteMulti(_) => panic!("{} is not sent by this client", request.command()),
+            VfioRequest::DmaRead(_) | VfioRequest::DmaWrite(..) | VfioRequest::RegionWriteMulti(_) => {
+                panic!("{} is not sent by this client", request.command())
+            }
         }
     }
 }
@@ -265,6 +274,14 @@ impl<D> ClientSession<D> {
             {
                 VfioAnswer::RegionNeeds(argsz)
             }
+            (Asked::IoFds { index, .. }, VfioReply::DeviceGetRegionIoFds(fds)) if fds.index == index => {
+                VfioAnswer::IoFds(fds, frame.descriptors)
+            }
+            (Asked::IoFds { index: asked, argsz: had }, VfioReply::RegionIoFdsCut { argsz, index })
+                if index == asked && (had + 1..=IO_FDS_REPLY_MAX).contains(&argsz) =>
+            {
+                VfioAnswer::IoFdsNeed(argsz)
+            }
             (Asked::Irq { index }, VfioReply::DeviceGetIrqInfo(info)) if info.index == index => VfioAnswer::Irq(info),
             (Asked::Read(access), VfioReply::RegionRead(came, data)) if came == access => {
                 VfioAnswer::Data(data.to_vec())
@@ -286,6 +303,7 @@ impl<D> ClientSession<D> {
             data_bytes: within(capabilities.max_data_xfer_size.get(), u64::from(DATA_BYTES_MAX)) as u32,
             descriptors: within(capabilities.max_msg_fds, blkyard_sys::PASSED_FDS_MAX as u64),
             dma_maps: within(capabilities.max_dma_maps, u64::from(u16::MAX)),
+            region_io_fds: capabilities.region_io_fds,
         });
         Ok(())
     }
@@ -293,7 +311,7 @@ impl<D> ClientSession<D> {
 
 #[cfg(test)]
 mod tests {
-    use blkyard_wire::vfio_user::{DeviceFlags, FrameError, RegionFlags, SparseArea, TwinSocket};
+    use blkyard_wire::vfio_user::{DeviceFlags, FrameError, IoFd, IoFdKind, RegionFlags, SparseArea, TwinSocket};
 
     use super::*;
 
@@ -335,10 +353,13 @@ mod tests {
     #[test]
     fn a_version_sets_the_limits_of_the_server() {
         let session = ready(Instant::now());
-        assert_eq!(session.peer(), Some(PeerLimits { data_bytes: 1 << 20, descriptors: 8, dma_maps: 65535 }));
+        assert_eq!(
+            session.peer(),
+            Some(PeerLimits { data_bytes: 1 << 20, descriptors: 8, dma_maps: 65535, region_io_fds: false })
+        );
         let proposal = ClientSession::<u32>::proposal().encode(0, false);
         let text = String::from_utf8_lossy(&proposal[20..]).into_owned();
-        assert!(text.contains("\"max_msg_fds\":32") && text.ends_with("}}\0"), "{text}");
+        assert!(text.contains("\"max_msg_fds\":64") && text.ends_with("}}\0"), "{text}");
     }
 
     #[test]
@@ -449,6 +470,31 @@ mod tests {
         let bytes = VfioReply::DeviceGetRegionInfo(info.clone()).encode(id);
         let answer = SessionEvent::Answer { id, result: Ok(VfioAnswer::Region(info, vec![5, 6])) };
         assert_eq!(feed_with(&mut session, &bytes, &[5, 6]), Ok(Some(answer)));
+    }
+
+    #[test]
+    fn descriptors_for_a_region_come_once_their_length_is_known() {
+        let now = Instant::now();
+        let mut session = ready(now);
+        let kind = IoFdKind::ShadowEventFd { memory: 1, at: 4096 };
+        let part = IoFd { offset: 4096, size: 4, fd_index: 0, kind, flags: 0, value: 0 };
+        let fds = RegionIoFds { index: 0, parts: vec![part] };
+        let ask = |argsz| VfioRequest::DeviceGetRegionIoFds { argsz, index: 0 };
+        let (id, _) = session.request(&ask(16), now);
+        let cut = VfioReply::RegionIoFdsCut { argsz: 64, index: 0 }.encode(id);
+        let needs = SessionEvent::Answer { id, result: Ok(VfioAnswer::IoFdsNeed(64)) };
+        assert_eq!(feed(&mut session, &cut), Ok(Some(needs)));
+        let (id, _) = session.request(&ask(64), now);
+        let bytes = VfioReply::DeviceGetRegionIoFds(fds.clone()).encode(id);
+        let answer = SessionEvent::Answer { id, result: Ok(VfioAnswer::IoFds(fds, vec![5, 6])) };
+        assert_eq!(feed_with(&mut session, &bytes, &[5, 6]), Ok(Some(answer)));
+        // No longer than before, and longer than any.
+        for (argsz, needed) in [(64, 64), (16, IO_FDS_REPLY_MAX + 1)] {
+            let mut session = ready(now);
+            let (id, _) = session.request(&ask(argsz), now);
+            let cut = VfioReply::RegionIoFdsCut { argsz: needed, index: 0 }.encode(id);
+            assert!(feed(&mut session, &cut).is_err(), "{needed}");
+        }
     }
 
     #[test]

@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use blkyard_mem::{DmaDomain, Region, View};
 use blkyard_nvme::{ControllerTransport, DeviceGone};
+use blkyard_sys::EventFd;
 
 use crate::nvme::{HostParts, NvmeTransport};
 use crate::vfio_user::{VfioUserConfig, VfioUserController};
@@ -31,6 +32,12 @@ impl ControllerTransport for VfioUserController {
 
     fn doorbells(&self) -> Option<View> {
         self.shared_doorbells().cloned()
+    }
+
+    fn signal_doorbell(&mut self, qid: u16) {
+        if let Some(eventfd) = self.doorbell_eventfd(qid) {
+            eventfd.signal_shared();
+        }
     }
 
     fn doorbell_bytes(&self) -> usize {
@@ -76,5 +83,9 @@ impl NvmeTransport for VfioUserController {
 
     fn failure(&self) -> Option<String> {
         VfioUserController::failure(self).map(|error| error.to_string())
+    }
+
+    fn doorbell_eventfd(&self, qid: u16) -> Option<&Arc<EventFd>> {
+        self.doorbell_eventfds().get(usize::from(qid))
     }
 }

@@ -73,6 +73,11 @@ impl QueueGroup {
         QueueGroup { cq, members: Vec::new(), tokens, turn: 0, removing: 0, is_fault_told: false }
     }
 
+    /// Identifiers of the submission queues.
+    pub(crate) fn sqids(&self) -> impl Iterator<Item = u16> {
+        self.members.iter().flatten().map(|member| member.ring.qid())
+    }
+
     /// Saves its state.
     pub(crate) fn snapshot(&self) -> QueueGroupSnapshot {
         let member = |member: &Option<GroupMember>| {

@@ -352,6 +352,11 @@ impl ControllerIoQueue {
         self.cqid
     }
 
+    /// Identifiers of its submission queues.
+    pub fn submission_queues(&self) -> impl Iterator<Item = u16> {
+        self.group.sqids()
+    }
+
     /// The vector to signal; unset for a queue without interrupts.
     pub fn vector(&self) -> Option<u16> {
         self.vector

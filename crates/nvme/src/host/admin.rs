@@ -178,7 +178,7 @@ impl<P> AdminQueue<P> {
         self.pair.cid(EVENT_SLOT).is_some()
     }
 
-    /// Announces sent commands to the controller. False if it is gone.
+    /// Announces sent commands to the controller. False if it is known to be gone.
     pub(crate) fn announce<T: ControllerTransport + ?Sized>(&mut self, transport: &mut T) -> bool {
         !self.pair.announce() || self.forward(transport, sq_doorbell(0, self.stride))
     }
@@ -250,7 +250,11 @@ impl<P> AdminQueue<P> {
     }
 
     fn forward<T: ControllerTransport + ?Sized>(&self, transport: &mut T, at: usize) -> bool {
-        !self.is_forwarded || transport.write32(DOORBELLS + at, self.registers.load_u32(at, Relaxed)).is_ok()
+        if self.is_forwarded {
+            return transport.write32(DOORBELLS + at, self.registers.load_u32(at, Relaxed)).is_ok();
+        }
+        transport.signal_doorbell(0);
+        true
     }
 
     fn page(&self, slot: u16) -> View {

@@ -209,18 +209,21 @@ impl<T: ControllerTransport> HostController<T> {
         self.queues.iter().any(|queue| queue.run == run)
     }
 
-    /// Writes the doorbell registers of an I/O queue that have changed, for a transport that does not share them. Its
-    /// owner has this done when the queue says that a register was written. Nothing is written for a queue that the
-    /// controller does not have.
+    /// Writes the doorbell registers of an I/O queue that have changed, for a transport that does not share them; for
+    /// one that does, signals them. Its owner has this done when the queue says that a register was written. Nothing is
+    /// done for a queue that the controller does not have.
     ///
     /// With shadow doorbells few indexes come here, and a tail may be the same as the last one that did, a ring later:
     /// then the controller waits for it. It is always written, with the value of the shadow doorbell.
     pub fn forward_doorbells(&mut self, qid: u16, now_ns: u64) {
         let HostController { transport, registers, doorbells, capabilities, queues, .. } = self;
         let queue = usize::from(qid).checked_sub(1).and_then(|number| queues.get_mut(number));
-        let (Some(queue), Some(registers), None) = (queue, registers, transport.doorbells()) else { return };
+        let (Some(queue), Some(registers)) = (queue, registers) else { return };
         if !queue.is_created() {
             return;
+        }
+        if transport.doorbells().is_some() {
+            return transport.signal_doorbell(qid);
         }
         let stride = capabilities.doorbell_stride;
         let shadow = doorbells.as_ref().and_then(Doorbells::shadow);

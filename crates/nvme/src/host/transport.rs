@@ -63,6 +63,10 @@ pub trait ControllerTransport {
     /// written by [`ControllerTransport::write32`].
     fn doorbells(&self) -> Option<View>;
 
+    /// Tells the controller that a shared doorbell of this queue was written. By default it polls them. The owners of
+    /// I/O queues do that themselves.
+    fn signal_doorbell(&mut self, _qid: u16) {}
+
     /// Bytes of the doorbell registers, which bound the number of queues.
     fn doorbell_bytes(&self) -> usize;
 
