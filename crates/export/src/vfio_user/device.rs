@@ -1,7 +1,8 @@
 //! The NVMe controller of a session: its registers and admin queue on the control path, its I/O queues on their lanes.
 //!
-//! Registers are written by messages, and doorbells by messages or in shared memory. The admin queue is processed after
-//! a message, and with shared doorbells periodically. Commands of the admin side for an I/O queue are executed while
+//! Registers are written by messages, and doorbells by messages or in memory that the client has, where each queue has
+//! an eventfd ([`DoorbellEventfds`]) or is polled. The admin queue is processed after a message or its eventfd, and with
+//! polled doorbells periodically. Commands of the admin side for an I/O queue are executed while
 //! that queue is suspended, like changes of the device: suspend, change, resume. Two need no drained queue, and are
 //! executed by the lane of a running one: see [`QueueOrders`].
 //!
@@ -17,20 +18,21 @@
 use std::collections::VecDeque;
 use std::io;
 use std::ops::RangeInclusive;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use blkyard_mem::{DmaMapping, Region, View};
-use blkyard_nvme::registers::{DOORBELLS, sq_doorbell};
+use blkyard_nvme::registers::DOORBELLS;
 use blkyard_nvme::{
     Controller, ControllerIoQueue, ControllerOptions, ControllerQueueCommand, ControllerQueueReply, ControllerRequest,
     RegisterFault,
 };
 use blkyard_sys::EventFd;
-use blkyard_wire::vfio_user::{DmaMapRequest, DmaUnmapRequest, SparseArea};
+use blkyard_wire::vfio_user::{DmaMapRequest, DmaUnmapRequest};
 
 use super::change::{FunctionChange, PendingChange};
+use super::doorbells::{DoorbellEventfds, doorbell_bytes, registers_in};
 use super::memory::{DmaError, DmaSlots};
 use super::pci::PciFunction;
 use super::queue::{NvmeQueueSetup, QueueOrders, QueueSlot, ReplyQueue};
@@ -71,9 +73,9 @@ pub(super) struct CreatedQueue {
     pub(super) slot: QueueSlot,
     /// Commands for it while it runs.
     orders: Arc<QueueOrders>,
-    /// Kick eventfd for doorbell writes. The queue is polled if it is unset: with shared doorbells, or if no descriptor
-    /// was left.
-    kick: Option<Arc<EventFd>>,
+    /// Kick eventfd for messages that write its doorbells. Unset if the client has doorbell eventfds or polled
+    /// doorbells, or if no descriptor was left.
+    pub(super) kick: Option<Arc<EventFd>>,
     vector: Option<u16>,
     /// Whether the command that creates it is not answered.
     pub(super) is_new: bool,
@@ -88,8 +90,10 @@ pub(crate) struct NvmeFunction {
     pub(super) controller: Controller,
     /// Memory of the doorbell registers, at their offset in its region.
     pub(super) registers: View,
-    /// Whether the client maps that memory.
-    pub(super) is_shared: bool,
+    /// Whether the client maps that memory and signals nothing, so that it is polled.
+    pub(super) is_polled: bool,
+    /// What the client signals otherwise, if it maps that memory.
+    pub(super) doorbell_eventfds: DoorbellEventfds,
     /// Whether admin commands are left from the last update.
     is_behind: bool,
     /// Time of the last update, and of the last admin completion.
@@ -130,9 +134,7 @@ impl NvmeFunction {
         log: &Arc<ExportLog>,
     ) -> io::Result<NvmeFunction> {
         let len = DOORBELLS + doorbell_bytes(&config.disk);
-        let is_shared = config.disk.doorbells == NvmeDoorbells::Shared;
-        let region = if is_shared { Region::shared(len)? } else { Region::anonymous(len)? };
-        let (registers, dma) = (registers_in(region), DmaSlots::default());
+        let (registers, dma) = (registers_in(Region::shared(len)?), DmaSlots::default());
         let controller = new_controller(&config.disk, &registers, &dma)?;
         Ok(NvmeFunction::with(config, (replies, log), registers, dma, controller))
     }
@@ -153,7 +155,8 @@ impl NvmeFunction {
             pci: PciFunction::new(config.disk.pci_id, bar0_bytes, vectors),
             controller,
             registers,
-            is_shared: config.disk.doorbells == NvmeDoorbells::Shared,
+            is_polled: config.disk.doorbells == NvmeDoorbells::Shared,
+            doorbell_eventfds: DoorbellEventfds::default(),
             is_behind: false,
             updated: began,
             waits_since: None,
@@ -178,12 +181,6 @@ impl NvmeFunction {
     /// Bytes of BAR 0.
     pub(crate) fn bar0_bytes(&self) -> u64 {
         bar0_bytes(&self.controller)
-    }
-
-    /// The part of BAR 0 that the client may map, if any, and its file. The file has the layout of the region.
-    pub(crate) fn shared_doorbells(&self) -> Option<(SparseArea, BorrowedFd<'_>)> {
-        let (file, _) = self.registers.region().file().filter(|_| self.is_shared)?;
-        Some((SparseArea { offset: DOORBELLS as u64, size: self.registers.len() as u64 }, file))
     }
 
     /// Interrupt vectors.
@@ -228,7 +225,7 @@ impl NvmeFunction {
             return Ok(Ok(()));
         }
         match self.controller.write_register(offset, bytes, value) {
-            Ok(Some(cqid)) if cqid > 0 => self.kick(cqid),
+            Ok(Some(cqid)) if cqid > 0 => self.kick(config, cqid)?,
             Ok(_) => self.update(config)?,
             // Writes after the last register are ignored.
             Err(RegisterFault::Outside(_)) => {}
@@ -243,7 +240,7 @@ impl NvmeFunction {
         let keep_alive = self.controller.deadline_ns().map(after);
         let idle = (self.updated - self.admin_active) / 8;
         let poll = if self.is_behind { Duration::ZERO } else { idle.clamp(*ADMIN_POLL.start(), *ADMIN_POLL.end()) };
-        let doorbell = (self.is_shared && self.controller.is_processing()).then(|| self.updated + poll);
+        let doorbell = (self.is_polled && self.controller.is_processing()).then(|| self.updated + poll);
         [keep_alive, doorbell, self.drain_deadline()].into_iter().flatten().min()
     }
 
@@ -544,8 +541,10 @@ impl NvmeFunction {
 
     pub(super) fn create(&mut self, queue: Box<ControllerIoQueue>) {
         let place = usize::from(queue.cqid()) - 1;
-        let kick = if self.is_shared { None } else { EventFd::new().ok().map(Arc::new) };
-        if kick.is_none() && !self.is_shared {
+        let is_signalled = self.doorbell_eventfds.get(place + 1).is_some();
+        let has_kick = !self.is_polled && !is_signalled;
+        let kick = if has_kick { EventFd::new().ok().map(Arc::new) } else { None };
+        if has_kick && kick.is_none() {
             self.log.warn("no descriptor is left for the kick of a queue, so that is polled");
         }
         let vector = queue.vector();
@@ -601,14 +600,6 @@ impl NvmeFunction {
     pub(super) fn take_replies(&mut self) {
         for (cqid, reply) in self.replies.take() {
             self.controller.reply(cqid, reply);
-        }
-    }
-
-    /// Signals a queue that one of its doorbells was written.
-    fn kick(&self, cqid: u16) {
-        let queue = self.queues.get(usize::from(cqid) - 1).and_then(Option::as_ref);
-        if let Some(kick) = queue.and_then(|queue| queue.kick.as_ref()) {
-            kick.signal();
         }
     }
 
@@ -697,7 +688,7 @@ impl NvmeFunction {
             slot: created.map(|created| Arc::clone(&created.slot)),
             orders: created.map(|created| Arc::clone(&created.orders)).unwrap_or_default(),
             memory: if created.is_some() { memory.clone() } else { memory.without_host() },
-            kick: created.and_then(|created| created.kick.clone()),
+            kick: created.and_then(|created| created.kick.clone().or_else(|| self.doorbell_eventfd(place, created))),
             call: vector.and_then(|vector| self.vectors.get(usize::from(vector)).cloned().flatten()),
             is_call_new: created.is_some_and(|created| created.is_call_new),
             replies: Arc::clone(&self.replies),
@@ -727,17 +718,6 @@ fn is_order(command: &ControllerQueueCommand) -> bool {
 /// Polling interval of queues that have drained for this time.
 fn drain_poll(waited: Duration) -> Duration {
     (waited / 8).clamp(*DRAIN_POLL.start(), *DRAIN_POLL.end())
-}
-
-/// Bytes of the doorbell registers, in whole pages.
-pub(super) fn doorbell_bytes(disk: &NvmeDisk) -> usize {
-    sq_doorbell(disk.io_queues() + 1, ControllerOptions::widest_stride(disk.io_queues())).next_multiple_of(4096)
-}
-
-/// The doorbell registers in a region with their layout, which ends with them.
-pub(super) fn registers_in(region: Arc<Region>) -> View {
-    let len = region.len() - DOORBELLS;
-    View::new(region, DOORBELLS as u64, len, 8).unwrap_or_else(|| unreachable!("its end"))
 }
 
 fn new_controller(disk: &NvmeDisk, registers: &View, dma: &DmaSlots) -> io::Result<Controller> {

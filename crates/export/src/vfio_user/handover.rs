@@ -9,7 +9,6 @@
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 
@@ -19,7 +18,8 @@ use blkyard_nvme::{Controller, ControllerRequest, ControllerSnapshot};
 use blkyard_sys::EventFd;
 use serde::{Deserialize, Serialize};
 
-use super::device::{NvmeFunction, doorbell_bytes, options, registers_in};
+use super::device::{NvmeFunction, options};
+use super::doorbells::{DoorbellEventfds, doorbell_bytes, registers_in};
 use super::memory::{DmaMappingSnapshot, DmaSlots};
 use super::pci::PciSnapshot;
 use super::queue::ReplyQueue;
@@ -27,7 +27,7 @@ use super::{NvmeDoorbells, VfioUserExport};
 use crate::core::ExportLog;
 
 /// Version of [`VfioSessionRecord`], incremented by every incompatible change.
-pub const VFIO_STATE_VERSION: u32 = 2;
+pub const VFIO_STATE_VERSION: u32 = 3;
 
 /// A session with drained queues.
 #[derive(Debug)]
@@ -37,7 +37,7 @@ pub struct VfioSessionState {
     /// Its state.
     pub record: VfioSessionRecord,
     /// Descriptors in the order of the state: those of the received part of a message, files of memory, eventfds of
-    /// vectors, the file of shared doorbells.
+    /// vectors, the file of the doorbells, their eventfds.
     pub files: Vec<OwnedFd>,
 }
 
@@ -61,8 +61,10 @@ pub(super) struct NvmeFunctionRecord {
     dma: Vec<DmaMappingSnapshot>,
     /// Whether each vector has an eventfd.
     vectors: Vec<bool>,
-    /// The doorbell registers; unset if their memory is shared with the client.
-    doorbells: Option<Vec<u32>>,
+    /// Whether the client maps the doorbells and signals nothing.
+    is_polled: bool,
+    /// Number of eventfds of doorbells.
+    doorbell_eventfds: usize,
     time_ns: u64,
     controller: ControllerSnapshot,
 }
@@ -89,19 +91,17 @@ impl NvmeFunction {
         for eventfd in self.vectors.iter().flatten() {
             files.push(eventfd.as_fd().try_clone_to_owned().map_err(said)?);
         }
-        let registers = &self.registers;
-        let doorbells = match registers.region().file().filter(|_| self.is_shared) {
-            Some((file, _)) => {
-                files.push(file.try_clone_to_owned().map_err(said)?);
-                None
-            }
-            None => Some((0..registers.len()).step_by(4).map(|at| registers.load_u32(at, Relaxed)).collect()),
-        };
+        let (file, _) = self.registers.region().file().ok_or("its doorbells have no file")?;
+        files.push(file.try_clone_to_owned().map_err(said)?);
+        for eventfd in self.doorbell_eventfds.iter() {
+            files.push(eventfd.as_fd().try_clone_to_owned().map_err(said)?);
+        }
         Ok(NvmeFunctionRecord {
             pci: self.pci.snapshot(&self.reset_pci(config)),
             dma,
             vectors: self.vectors.iter().map(Option::is_some).collect(),
-            doorbells,
+            is_polled: self.is_polled,
+            doorbell_eventfds: self.doorbell_eventfds.iter().len(),
             time_ns: self.time_ns(Instant::now()),
             controller,
         })
@@ -115,7 +115,6 @@ impl NvmeFunction {
         record: &NvmeFunctionRecord,
         files: &mut impl Iterator<Item = OwnedFd>,
     ) -> Result<NvmeFunction, String> {
-        let said = |error: io::Error| error.to_string();
         let disk = &config.disk;
         let dma = DmaSlots::restore(&record.dma, files)?;
         let mut file = || files.next().ok_or_else(|| "descriptors are missing".to_owned());
@@ -127,27 +126,23 @@ impl NvmeFunction {
         if vectors.len() != usize::from(disk.io_queues()) + 1 {
             return Err(format!("it has {} vectors, and {} were made", vectors.len(), disk.io_queues() + 1));
         }
+        if record.is_polled != (disk.doorbells == NvmeDoorbells::Shared) || record.doorbell_eventfds > vectors.len() {
+            return Err("its doorbells are not those of this export".into());
+        }
         let len = DOORBELLS + doorbell_bytes(disk);
-        let registers = match (&record.doorbells, disk.doorbells) {
-            (None, NvmeDoorbells::Shared) => {
-                let region = Region::map_file(file()?.as_fd(), 0, len as u64).map_err(|error| error.to_string())?;
-                registers_in(region)
-            }
-            (Some(doorbells), NvmeDoorbells::Message) if doorbells.len() == (len - DOORBELLS) / 4 => {
-                let registers = registers_in(Region::anonymous(len).map_err(said)?);
-                for (number, value) in doorbells.iter().enumerate() {
-                    registers.store_u32(number * 4, *value, Relaxed);
-                }
-                registers
-            }
-            _ => return Err("its doorbells are not those of this export".into()),
-        };
+        let region = Region::map_file(file()?.as_fd(), 0, len as u64).map_err(|error| error.to_string())?;
+        let registers = registers_in(region);
+        let mut doorbell_eventfds = Vec::with_capacity(record.doorbell_eventfds);
+        for _ in 0..record.doorbell_eventfds {
+            doorbell_eventfds.push(eventfd(file()?)?);
+        }
         let saved = &record.controller;
         let controller = Controller::restore(options(disk), registers.clone(), &dma.map(), disk.table(), saved);
         let controller = controller.map_err(|error| error.to_string())?;
         let mut function = NvmeFunction::with(config, parts, registers, dma, controller);
         function.pci.restore(&record.pci).ok_or("its PCI function has other registers")?;
         function.vectors = vectors;
+        function.doorbell_eventfds = DoorbellEventfds::of(doorbell_eventfds);
         // The host may have missed the last interrupts of the other process.
         function.is_admin_call_pending = function.controller.is_processing();
         function.before_ns = record.time_ns.max(saved.now_ns());

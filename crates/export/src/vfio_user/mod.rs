@@ -12,6 +12,7 @@
 
 mod change;
 mod device;
+mod doorbells;
 mod handover;
 mod memory;
 mod pci;
@@ -61,8 +62,8 @@ pub struct NvmeDisk {
 /// How a host writes doorbells.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum NvmeDoorbells {
-    /// By messages. With shadow doorbells, as in Linux, a host sends one only to a queue that sleeps. An idle export
-    /// takes no CPU time.
+    /// By messages, or in memory with an eventfd for each queue if the client asks for that. With shadow doorbells, as
+    /// in Linux, a host sends or signals only for a queue that sleeps. An idle export takes no CPU time.
     #[default]
     Message,
     /// In memory shared with the client, without messages. The export polls it, also when it is idle, and offers no

@@ -4,7 +4,8 @@
 //! belongs to its lane. A stopped queue is parked in its [`QueueSlot`], where the control path passes it the commands
 //! of the admin side. The two never access it at the same time. Only [`QueueOrders`] reach a running queue.
 //!
-//! The kick is an eventfd of our own: the control path signals it when a message writes a doorbell of the queue.
+//! The kick is an eventfd of our own. The control path signals it when a message writes a doorbell of the queue, or the
+//! client has a copy and does so itself.
 //!
 //! Owned by a lane, in a [`QueuePoller`](crate::QueuePoller).
 

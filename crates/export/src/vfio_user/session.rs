@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use blkyard_mq::DeviceInfo;
-use blkyard_sys::{Epoll, EventFd, EventFlags, PollFlags, Registered, is_ready, recv_fds, send_fds};
+use blkyard_sys::{Epoll, EventFd, EventFlags, PASSED_FDS_MAX, PollFlags, Registered, is_ready, recv_fds, send_fds};
 use blkyard_wire::vfio_user::{
     DeviceFlags, DeviceRegions, DmaMapFlags, Frame, FrameError, FrameLimits, FrameReader, IrqAction, IrqData, IrqFlags,
     IrqInfo, IrqSetRequest, MessageError, MessageHeader, MessageKind, RegionAccess, RegionFlags, RegionInfo,
@@ -120,10 +120,13 @@ pub struct VfioUserSession {
     /// Set once the version is negotiated.
     function: Option<NvmeFunction>,
     replies: Arc<ReplyQueue>,
-    /// Epoll set of the two descriptors below.
+    /// Epoll set of the descriptors below.
     set: Arc<Epoll>,
     messages: Option<Registered<Arc<UnixStream>>>,
     queue_replies: Option<Registered<Arc<ReplyQueue>>>,
+    admin_doorbell: Option<Registered<Arc<EventFd>>>,
+    /// Descriptors that the client takes with a message.
+    descriptors_max: usize,
     /// Events of the connection that are waited for.
     events: EventFlags,
     /// Sent once the change of the controller is made.
@@ -158,6 +161,8 @@ impl VfioUserSession {
             set: Arc::new(reserve.set),
             messages: None,
             queue_replies: None,
+            admin_doorbell: None,
+            descriptors_max: 0,
             events: EventFlags::IN,
             pending: None,
             deferred: None,
@@ -214,10 +219,17 @@ impl VfioUserSession {
             self.messages = Some(self.set.register(Arc::clone(&self.connection), 0, self.events)?);
             self.queue_replies = Some(self.set.register(Arc::clone(&self.replies), 1, EventFlags::IN)?);
         }
-        if let Some(function) = &mut self.function
-            && is_ready(&*self.replies, PollFlags::IN)
-        {
-            function.update(&self.config)?;
+        if let Some(function) = &mut self.function {
+            if self.admin_doorbell.is_none()
+                && let Some(eventfd) = function.admin_doorbell()
+            {
+                self.admin_doorbell = Some(self.set.register(Arc::clone(eventfd), 2, EventFlags::IN)?);
+            }
+            // Reset before the doorbell is read: a later write signals again.
+            let is_rung = function.admin_doorbell().is_some_and(|eventfd| eventfd.take());
+            if is_rung || is_ready(&*self.replies, PollFlags::IN) {
+                function.update(&self.config)?;
+            }
         }
         // The reply must fit before a command is read: a client that never reads replies would block the session.
         let has_room = is_ready(&*self.connection, PollFlags::OUT);
@@ -269,7 +281,7 @@ impl VfioUserSession {
         }
         if let Some(PendingReply { message, no_reply }) = &self.pending {
             if !no_reply {
-                self.send(message, None)?;
+                self.send(message, &[])?;
             }
             self.pending = None;
             return Ok(true);
@@ -331,13 +343,17 @@ impl VfioUserSession {
         if !was_pending && self.function.as_ref().is_some_and(NvmeFunction::is_changing) {
             self.pending = Some(PendingReply { message, no_reply });
         } else if !no_reply {
-            let doorbells = match &answer {
+            let function = self.function.as_ref();
+            let descriptors = match &answer {
                 Ok(VfioReply::DeviceGetRegionInfo(RegionInfo { sparse: Some(_), .. })) => {
-                    self.function.as_ref().and_then(NvmeFunction::shared_doorbells)
+                    function.and_then(NvmeFunction::shared_doorbells).map(|(_, file)| file).into_iter().collect()
                 }
-                _ => None,
+                Ok(VfioReply::DeviceGetRegionIoFds(fds)) if !fds.parts.is_empty() => {
+                    function.map_or_else(Vec::new, NvmeFunction::offered_descriptors)
+                }
+                _ => Vec::new(),
             };
-            self.send(&message, doorbells.map(|(_, file)| file))?;
+            self.send(&message, &descriptors)?;
         }
         // Before the version is negotiated there is no reply format.
         if is_first && !(is_version && answer.is_ok()) {
@@ -346,11 +362,11 @@ impl VfioUserSession {
         Ok(())
     }
 
-    /// Sends a message. A descriptor comes with its first byte.
-    fn send(&self, message: &[u8], descriptor: Option<BorrowedFd<'_>>) -> Result<(), VfioSessionError> {
+    /// Sends a message. Descriptors come with its first byte.
+    fn send(&self, message: &[u8], descriptors: &[BorrowedFd<'_>]) -> Result<(), VfioSessionError> {
         let mut sent = 0;
         while sent < message.len() {
-            let descriptors = if sent == 0 { descriptor.as_slice() } else { &[] };
+            let descriptors = if sent == 0 { descriptors } else { &[] };
             sent += send_fds(&*self.connection, &message[sent..], descriptors, SendFlags::DONTWAIT)?;
         }
         Ok(())
@@ -365,6 +381,7 @@ impl VfioUserSession {
         }
         let function = NvmeFunction::new(&self.config, &self.replies, &self.log)?;
         self.function = Some(function);
+        self.descriptors_max = version.capabilities.max_msg_fds.min(PASSED_FDS_MAX as u64) as usize;
         let defaults = VfioCapabilities::default();
         let capabilities = VfioCapabilities {
             max_msg_fds: DESCRIPTORS_ANNOUNCED,
@@ -372,6 +389,7 @@ impl VfioUserSession {
             max_dma_maps: MAPS_MAX as u64,
             pgsizes: PAGE.try_into().unwrap_or(defaults.pgsizes),
             write_multiple: true,
+            region_io_fds: true,
             ..defaults
         };
         Ok(Ok(VfioReply::Version(VfioVersion { major, minor: minor.min(VERSION.1), capabilities })))
@@ -384,7 +402,8 @@ impl VfioUserSession {
         mut descriptors: Vec<OwnedFd>,
         data: &'a mut Vec<u8>,
     ) -> Result<Result<VfioReply<'a>, RefusedMessage>, VfioSessionError> {
-        let VfioUserSession { config, log, function: Some(function), is_unshared_told, .. } = self else {
+        let VfioUserSession { config, log, function: Some(function), is_unshared_told, descriptors_max, .. } = self
+        else {
             return Err(VfioSessionError::OutOfTurn);
         };
         let invalid = |what: String| Ok(Err((Errno::INVAL, what)));
@@ -431,7 +450,15 @@ impl VfioUserSession {
                     }
                 }
             }
-            VfioRequest::DeviceGetRegionInfo { index, .. } => return invalid(format!("there is no region {index}")),
+            VfioRequest::DeviceGetRegionIoFds { argsz, index } if *index < REGIONS => {
+                match function.offer_eventfds(*argsz, *index, *descriptors_max) {
+                    Ok(reply) => reply,
+                    Err(why) => return invalid(format!("DEVICE_GET_REGION_IO_FDS: {why}")),
+                }
+            }
+            VfioRequest::DeviceGetRegionInfo { index, .. } | VfioRequest::DeviceGetRegionIoFds { index, .. } => {
+                return invalid(format!("there is no region {index}"));
+            }
             // Errors of the link are not reported. QEMU always asks, and warns of an interrupt type that is not there.
             VfioRequest::DeviceGetIrqInfo { index: irq_index::ERR } => return Ok(Err((Errno::INVAL, String::new()))),
             VfioRequest::DeviceGetIrqInfo { index } if *index < IRQS => {
@@ -467,7 +494,7 @@ impl VfioUserSession {
                 function.reset(config)?;
                 VfioReply::DeviceReset
             }
-            VfioRequest::DeviceGetRegionIoFds { .. } | VfioRequest::DmaRead(_) | VfioRequest::DmaWrite(..) => {
+            VfioRequest::DmaRead(_) | VfioRequest::DmaWrite(..) => {
                 return Ok(Err((Errno::OPNOTSUPP, format!("{} is not served", request.command()))));
             }
         }))
@@ -502,6 +529,10 @@ fn set_irqs(
 ) -> Result<Result<(), String>, VfioSessionError> {
     let range = set.range;
     let end = range.start.checked_add(range.count).filter(|end| *end <= function.vectors());
+    // No vector can be masked here. Clients ask for this once, and unmask the vectors in the table then.
+    if end.is_some() && (range.index, set.action) == (irq_index::MSIX, IrqAction::Unmask) {
+        return Ok(Err(String::new()));
+    }
     let Some(end) = end.filter(|_| range.index == irq_index::MSIX && set.action == IrqAction::Trigger) else {
         return Ok(Err(format!("DEVICE_SET_IRQS: {:?} of {range:?} is not served", set.action)));
     };
@@ -664,6 +695,7 @@ impl FrontEndSession for VfioUserSession {
         if let Some(function) = self.function.as_mut().filter(|_| !self.is_lane_gone) {
             // The connection stays open until the device is silent: a client takes its end for that.
             self.messages = None;
+            self.admin_doorbell = None;
             match function.advance_end(&self.config) {
                 Ok(true) => {}
                 Ok(false) => {

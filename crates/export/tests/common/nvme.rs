@@ -142,6 +142,15 @@ impl RawClient {
         client
     }
 
+    /// The same with room for this many descriptors in a message.
+    pub fn greeted_with(path: &Path, max_msg_fds: u64) -> RawClient {
+        let mut client = RawClient::connect(path);
+        let capabilities = VfioCapabilities { max_msg_fds, ..VfioCapabilities::default() };
+        let version = VfioVersion { major: VERSION.0, minor: VERSION.1, capabilities };
+        client.call(&VfioRequest::Version(version), &[]).unwrap();
+        client
+    }
+
     pub fn version(major: u16, minor: u16) -> VfioRequest<'static> {
         VfioRequest::Version(VfioVersion { major, minor, capabilities: VfioCapabilities::default() })
     }
@@ -179,7 +188,7 @@ impl RawClient {
         let mut bytes = vec![0; len];
         let mut at = 0;
         while at < len {
-            match recv_fds(&self.stream, &mut bytes[at..], 1, RecvFlags::empty()) {
+            match recv_fds(&self.stream, &mut bytes[at..], 64, RecvFlags::empty()) {
                 Ok(received) if received.bytes > 0 => {
                     at += received.bytes;
                     self.descriptors.borrow_mut().extend(received.fds);
@@ -190,6 +199,11 @@ impl RawClient {
             }
         }
         Some(bytes)
+    }
+
+    /// The descriptors that came with messages.
+    pub fn take_descriptors(&self) -> Vec<OwnedFd> {
+        self.descriptors.take()
     }
 
     /// A descriptor that came with a message.
@@ -261,7 +275,11 @@ impl AdminHost {
 
     /// The same for the export of a socket.
     pub fn enable_at(path: &Path) -> AdminHost {
-        let mut client = RawClient::greeted(path);
+        AdminHost::enable_by(RawClient::greeted(path))
+    }
+
+    /// The same by a client after its version.
+    pub fn enable_by(mut client: RawClient) -> AdminHost {
         let memory = file(0x10000);
         client.call(&map(AdminHost::BASE, 0x10000, 0), &[memory.as_fd()]).unwrap();
         let mut host = AdminHost { client, memory: memory.into(), tail: 0 };

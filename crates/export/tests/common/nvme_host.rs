@@ -29,7 +29,7 @@ pub struct HostQueue {
     pub queue: IoQueue,
     /// Controller address of the buffer.
     pub base: u64,
-    /// Whether a doorbell must be written by message.
+    /// Whether a doorbell must be written by message or signalled.
     is_rung: bool,
 }
 
@@ -73,7 +73,13 @@ pub struct Host {
 
 impl Host {
     pub fn connect(path: &Path, has_shadow: bool) -> Host {
-        let transport = VfioUserController::open(&VfioUserConfig::new(path, Arc::new(SystemClock)).unwrap()).unwrap();
+        Host::connect_with(path, has_shadow, true)
+    }
+
+    /// The same, with or without eventfds of doorbells.
+    pub fn connect_with(path: &Path, has_shadow: bool, doorbell_eventfds: bool) -> Host {
+        let config = VfioUserConfig::new(path, Arc::new(SystemClock)).unwrap();
+        let transport = VfioUserController::open(&VfioUserConfig { doorbell_eventfds, ..config }).unwrap();
         let buffer = Region::shared(NAMESPACES * (BIOS * BIO_BYTES) as usize).unwrap();
         let mapping = transport.domain().map(vec![Arc::clone(&buffer)]);
         let base = transport.dma_addr(&buffer, 0).unwrap();

@@ -28,6 +28,7 @@ mod sessions;
 mod shared;
 mod takeover;
 mod vfio_user;
+mod vfio_user_doorbells;
 mod vfio_user_hostile;
 mod vfio_user_maps;
 mod vfio_user_on_demand;

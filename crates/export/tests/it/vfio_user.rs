@@ -18,8 +18,10 @@ use crate::common::{AnyDevice, NvmeWorld, PATIENCE, SERIAL};
 #[test]
 fn what_is_written_by_one_queue_is_read_by_another() {
     let world = NvmeWorld::new(&AnyDevice::ram(0), QUEUES, 2);
-    for (seed, has_shadow) in [(1, false), (2, true)] {
-        let mut host = Host::connect(&world.path, has_shadow);
+    for (seed, has_shadow, has_eventfds) in [(1, false, false), (2, true, false), (3, false, true), (4, true, true)] {
+        let mut host = Host::connect_with(&world.path, has_shadow, has_eventfds);
+        let eventfds = host.controller.transport().doorbell_eventfds().len();
+        assert_eq!(eventfds, if has_eventfds { QUEUES + 1 } else { 0 });
         assert_eq!(host.queues.len(), QUEUES, "one for each lane's queue");
         assert_eq!(host.controller.identify().serial[..SERIAL.len()], *SERIAL.as_bytes());
         let found = &host.controller.namespaces()[0].info;

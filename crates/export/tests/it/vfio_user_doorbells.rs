@@ -1,5 +1,5 @@
-//! Doorbells with eventfds: a client writes the memory of the registers and signals, and nothing that it does with either
-//! holds up the export.
+//! Doorbells with eventfds: a client writes the memory of the registers and signals, and nothing that it does with
+//! either holds up the export.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering::Release;
