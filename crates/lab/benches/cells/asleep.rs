@@ -3,14 +3,15 @@
 //!
 //! `asleep-null-qdD` and `asleep-ram-qdD` are I/Os a second of 4 KiB reads from one client; the baseline is the best of
 //! four daemons with a fixed `--spin-us`. `-cpu` is the daemon's CPU time for an I/O, beside that of the same best one.
+//! `asleep-nvme-*` are the same over vfio-user, the others over vhost-user.
 //! `asleep-crowd-*` has four jobs and four lanes, more threads than a small machine has CPUs; there the baseline is the
 //! daemon that never looks for work. Every program may use all CPUs; the daemons are asked in turn.
 
 use blkyard_lab::floor::{STORE_BYTES, Samples};
 
-use crate::clients::usual_bench;
+use crate::clients::usual_load;
 use crate::report::{self, CellReport, Figure};
-use crate::servers::{CellFolder, CellStore, ListeningServer};
+use crate::servers::{CellFolder, CellStore, CellTransport, ListeningServer};
 
 const DEPTHS: [usize; 3] = [1, 8, 32];
 /// Options of the daemons: the one that is measured, and those it is compared with.
@@ -19,19 +20,33 @@ const ALONE: [&[&str]; 5] =
 const CROWD: [&[&str]; 2] = [&["--lanes", "4"], &["--lanes", "4", "--spin-us", "0"]];
 const CROWD_JOBS: usize = 4;
 
+/// Clients and their daemons.
+struct AsleepBed {
+    name: &'static str,
+    transport: CellTransport,
+    jobs: usize,
+    daemons: &'static [&'static [&'static str]],
+}
+
+const BEDS: [AsleepBed; 3] = [
+    AsleepBed { name: "", transport: CellTransport::Vhost, jobs: 1, daemons: &ALONE },
+    AsleepBed { name: "nvme-", transport: CellTransport::Vfio, jobs: 1, daemons: &ALONE },
+    AsleepBed { name: "crowd-", transport: CellTransport::Vhost, jobs: CROWD_JOBS, daemons: &CROWD },
+];
+
 /// I/Os a second, and CPU time of the daemon for an I/O, ns.
 type Figures = [Samples; 2];
 
 pub fn asleep_cells(quick: bool, report: &mut CellReport) {
     let (seconds, runs) = if quick { (0.5, 3) } else { (1.0, 9) };
     for store in [CellStore::Null, CellStore::Ram] {
-        for (way, jobs, daemons) in [("", 1, &ALONE[..]), ("crowd-", CROWD_JOBS, &CROWD[..])] {
+        for bed in &BEDS {
             for depth in DEPTHS {
-                let name = format!("asleep-{way}{}-qd{depth}", store.name());
+                let name = format!("asleep-{}{}-qd{depth}", bed.name, store.name());
                 if !report.wants(&name) {
                     continue;
                 }
-                match measure(store, daemons, jobs, depth, seconds, runs) {
+                match measure(store, bed, depth, seconds, runs) {
                     Ok(figures) => add(&name, &figures, report),
                     Err(why) => report::skip(&name, &why),
                 }
@@ -48,23 +63,18 @@ fn add(name: &str, figures: &[Figures], report: &mut CellReport) {
     report.add(Figure::median(&format!("{name}-cpu"), "ns", &usual[1]).beside(Some(its_cpu)));
 }
 
-fn measure(
-    store: CellStore,
-    daemons: &[&[&str]],
-    jobs: usize,
-    depth: usize,
-    seconds: f64,
-    runs: usize,
-) -> Result<Vec<Figures>, String> {
+fn measure(store: CellStore, bed: &AsleepBed, depth: usize, seconds: f64, runs: usize) -> Result<Vec<Figures>, String> {
     let ground = CellFolder::new()?;
+    let AsleepBed { transport, jobs, daemons, .. } = bed;
     let (device, export) = (format!("{}:{STORE_BYTES}", store.name()), format!("?queues={jobs}"));
-    let start = |options: &&[&str]| ListeningServer::usual(&ground, &device, &export, options);
+    let start = |options: &&[&str]| ListeningServer::usual(&ground, &device, *transport, &export, options);
+    let load = format!("--rw randread --bs 4k --iodepth {depth} --numjobs {jobs}");
     let servers = daemons.iter().map(start).collect::<Result<Vec<_>, _>>()?;
     let mut figures = vec![Figures::default(); daemons.len()];
     for _ in 0..runs {
         for (server, [rate, cost]) in servers.iter().zip(&mut figures) {
             let before_ns = server.cpu_ns()?;
-            let iops = usual_bench(seconds, &server.socket, depth, jobs)?;
+            let iops = usual_load(seconds, *transport, &server.socket, &load)?;
             rate.push(iops);
             cost.push((server.cpu_ns()? - before_ns) as f64 / (iops * seconds));
         }

@@ -9,7 +9,7 @@ use blkyard_lab::floor::Samples;
 
 use crate::clients::usual_load;
 use crate::report::{self, CellReport, Figure};
-use crate::servers::{CellFile, CellFolder, ListeningServer, Who};
+use crate::servers::{CellFile, CellFolder, CellTransport, ListeningServer, Who};
 
 /// Name, kind of file, and load in words of `blkyard bench`.
 const CELLS: [(&str, CellFile, &str); 5] = [
@@ -48,7 +48,7 @@ fn measure(file: CellFile, load: &str, seconds: f64, runs: usize) -> Result<[[Sa
     for _ in 0..runs {
         for (server, [rate, cost]) in servers.iter().zip(&mut figures) {
             let before_ns = server.cpu_ns()?;
-            let iops = usual_load(seconds, &server.socket, load)?;
+            let iops = usual_load(seconds, CellTransport::Vhost, &server.socket, load)?;
             rate.push(iops);
             cost.push((server.cpu_ns()? - before_ns) as f64 / (iops * seconds));
         }

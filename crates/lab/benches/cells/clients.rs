@@ -15,7 +15,7 @@ use clap::Parser;
 use serde_json::Value;
 
 use crate::report::{self, CellReport, Figure};
-use crate::servers::{CellFolder, CellStore, ListeningServer, Who, everywhere, program};
+use crate::servers::{CellFolder, CellStore, CellTransport, ListeningServer, Who, everywhere, program};
 
 #[derive(clap::Parser)]
 struct Cli {
@@ -160,16 +160,10 @@ pub fn our_bench(span: MeasuredSpan, socket: &Path, depth: usize, queues: usize)
     if report.is_good() && iops > 0.0 { Ok(iops) } else { Err("our own run failed".into()) }
 }
 
-/// `blkyard bench` as users run it, in a process of its own on all CPUs, with so many jobs of this depth: I/Os a
-/// second.
-pub fn usual_bench(seconds: f64, socket: &Path, depth: usize, jobs: usize) -> Result<f64, String> {
-    usual_load(seconds, socket, &format!("--rw randread --bs 4k --iodepth {depth} --numjobs {jobs}"))
-}
-
-/// The same with any load, in words of `blkyard bench`.
-pub fn usual_load(seconds: f64, socket: &Path, load: &str) -> Result<f64, String> {
+/// `blkyard bench` as users run it, in a process of its own on all CPUs, with any load in its words: I/Os a second.
+pub fn usual_load(seconds: f64, transport: CellTransport, socket: &Path, load: &str) -> Result<f64, String> {
     let mut command = everywhere();
-    command.arg(program()?).arg("bench").arg(format!("vhost-user:{}", socket.display()));
+    command.arg(program()?).arg("bench").arg(format!("{}:{}", transport.device(), socket.display()));
     command.args(load.split(' ')).args(["--output-format", "json"]);
     let json = said(command.args(["--runtime", &format!("{}ms", seconds * 1000.0)]))?;
     let json: Value = serde_json::from_str(&json).map_err(|error| error.to_string())?;

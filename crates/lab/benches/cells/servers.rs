@@ -43,6 +43,32 @@ impl CellStore {
     }
 }
 
+/// How a disk is served over a socket.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum CellTransport {
+    Vhost,
+    /// NVMe.
+    Vfio,
+}
+
+impl CellTransport {
+    /// Kind of the export.
+    fn export(self) -> &'static str {
+        match self {
+            CellTransport::Vhost => "vhost-user-blk",
+            CellTransport::Vfio => "vfio-user",
+        }
+    }
+
+    /// Kind of the device that attaches it.
+    pub fn device(self) -> &'static str {
+        match self {
+            CellTransport::Vhost => "vhost-user",
+            CellTransport::Vfio => "vfio-user",
+        }
+    }
+}
+
 /// Place of a file.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum CellFile {
@@ -161,10 +187,16 @@ impl ListeningServer {
     }
 
     /// Starts our daemon as users do, with these options on all CPUs, and one export that ends in `export`.
-    pub fn usual(ground: &CellFolder, device: &str, export: &str, options: &[&str]) -> Result<ListeningServer, String> {
+    pub fn usual(
+        ground: &CellFolder,
+        device: &str,
+        transport: CellTransport,
+        export: &str,
+        options: &[&str],
+    ) -> Result<ListeningServer, String> {
         let (mut command, socket) = (everywhere(), ground.socket());
         command.arg(program()?).args(["serve", "--control", "none", "--device", device]).args(options);
-        command.args(["--export", &format!("vhost-user-blk:{}{export}", socket.display())]);
+        command.args(["--export", &format!("{}:{}{export}", transport.export(), socket.display())]);
         ListeningServer::run(&mut command, &socket)
     }
 
@@ -174,7 +206,8 @@ impl ListeningServer {
         let is_direct = place == CellFile::Disk;
         if who == Who::Ours {
             let direct = if is_direct { "?direct=on" } else { "" };
-            return ListeningServer::usual(ground, &format!("file:{}{direct}", file.display()), "", &[]);
+            let device = format!("file:{}{direct}", file.display());
+            return ListeningServer::usual(ground, &device, CellTransport::Vhost, "", &[]);
         }
         let (mut command, socket) = (everywhere(), ground.socket());
         let direct = if is_direct { ",cache.direct=on" } else { "" };
