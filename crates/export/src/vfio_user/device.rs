@@ -1,10 +1,10 @@
 //! The NVMe controller of a session: its registers and admin queue on the control path, its I/O queues on their lanes.
 //!
 //! Registers are written by messages, and doorbells by messages or in memory that the client has, where each queue has
-//! an eventfd ([`DoorbellEventfds`]) or is polled. The admin queue is processed after a message or its eventfd, and with
-//! polled doorbells periodically. Commands of the admin side for an I/O queue are executed while
-//! that queue is suspended, like changes of the device: suspend, change, resume. Two need no drained queue, and are
-//! executed by the lane of a running one: see [`QueueOrders`].
+//! an eventfd ([`DoorbellEventfds`]) or is polled. The admin queue is processed after a message or its eventfd, and
+//! with polled doorbells periodically. Commands of the admin side for an I/O queue are executed while that queue is
+//! suspended, like changes of the device: suspend, change, resume. Two need no drained queue, and are executed by the
+//! lane of a running one: see [`QueueOrders`].
 //!
 //! A queue may drain for as long as its device takes. A message waits for that a moment only: what takes longer, such
 //! as a deletion or a reset, is complete later, and the host sees it by the completion or by CSTS. The reply to
