@@ -18,7 +18,7 @@ use blkyard_mq::{DeviceInfo, Driver, QueueKind, Region, SECTOR_SHIFT, TagSet};
 use blkyard_nvme::NamespaceIds;
 use blkyard_os::Ring;
 
-use crate::devices::{KINDS, kind_of, no_handover};
+use crate::devices::{KINDS, POLL_QUEUE_SCHEMES, kind_of, no_handover};
 use crate::spec::{Spec, SpecError};
 
 /// Why a device, or a queue of it, cannot be opened.
@@ -291,6 +291,15 @@ impl Device {
         connector: impl FnOnce() -> io::Result<Arc<dyn Connector>>,
     ) -> Result<Device, DeviceError> {
         (kind_of(KINDS, &spec)?.open)(spec, Some(Box::new(connector)))
+    }
+
+    /// Has the device of this name ask for this many poll queues, if it is of a kind that has them (option
+    /// `poll_queues`) and its name does not say. Queues of kind [`QueueKind::Poll`] signal for each completion otherwise.
+    pub fn ask_poll_queues(spec: &mut Spec, queues: usize) {
+        if queues > 0 && POLL_QUEUE_SCHEMES.contains(&&*spec.scheme) {
+            let said = spec.take("poll_queues");
+            spec.put("poll_queues", Some(said.unwrap_or_else(|| queues.to_string())));
+        }
     }
 
     /// Whether several devices with the address of this name share one connection, and are to be opened together.

@@ -42,6 +42,9 @@ pub(crate) const KINDS: &[DeviceKind] = &[
     multipath::KIND,
 ];
 
+/// Schemes of kinds with the option `poll_queues`.
+pub(crate) const POLL_QUEUE_SCHEMES: [&str; 3] = ["vfio-user", "nvme-tcp", "pci"];
+
 /// One kind of device.
 pub(crate) struct DeviceKind {
     /// Schemes of its names; the empty one is that of a bare path.

@@ -158,6 +158,23 @@ impl<Cx: ?Sized> Driver<Cx> for FilledQueue {
 }
 
 #[test]
+fn a_device_is_asked_for_poll_queues_unless_its_name_says() {
+    for (name, queues, poll_queues) in [
+        ("vfio-user:/run/x.sock", 2, Some("2")),
+        ("nvme-tcp://127.0.0.1/nqn?queues=3", 1, Some("1")),
+        ("pci:0000:01:00.0?poll_queues=4", 2, Some("4")),
+        ("vfio-user:/run/x.sock?poll_queues=0", 2, Some("0")),
+        ("vfio-user:/run/x.sock", 0, None),
+        ("vhost-user:/run/x.sock", 2, None),
+        ("disk.img", 2, None),
+    ] {
+        let mut spec = Spec::parse(name).unwrap();
+        Device::ask_poll_queues(&mut spec, queues);
+        assert_eq!(spec.take("poll_queues").as_deref(), poll_queues, "{name}");
+    }
+}
+
+#[test]
 fn a_further_kind_is_its_file_and_a_line() {
     let kinds = [FILLED];
     let spec = Spec::parse("filled:90?sectors=64").unwrap();

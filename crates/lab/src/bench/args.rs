@@ -166,6 +166,18 @@ pub(crate) struct BenchPlan {
     pub(crate) rates: Vec<Arc<RateLimit>>,
 }
 
+impl BenchArgs {
+    /// Hardware queues for other I/O than that of poll queues, on so many CPUs.
+    fn queues(&self, cpus: usize) -> usize {
+        self.queues.map_or((self.numjobs as usize).min(cpus), |queues| queues as usize).max(1)
+    }
+
+    /// Poll queues.
+    pub(crate) fn poll_queues(&self, cpus: usize) -> usize {
+        self.poll_queues.map_or(if self.hipri { self.queues(cpus) } else { 0 }, |queues| queues as usize)
+    }
+}
+
 impl BenchPlan {
     pub(crate) fn new(args: &BenchArgs, info: &DeviceInfo, cpus: usize) -> Result<BenchPlan, SpecError> {
         let block_bytes = block_bytes(args, info)?;
@@ -203,9 +215,9 @@ impl BenchPlan {
             let cause = format!("{} holds {blocks} blocks of {}", show_size(bytes), show_size(block_bytes.into()));
             return wrong("--size", cause, "choose a larger --size or device, a smaller --bs or fewer --numjobs");
         }
-        let queues = args.queues.map_or(jobs.min(cpus), |queues| queues as usize).max(1);
+        let queues = args.queues(cpus);
         let read = args.read_queues.map_or(0, |queues| queues as usize);
-        let poll = args.poll_queues.map_or(if args.hipri { queues } else { 0 }, |queues| queues as usize);
+        let poll = args.poll_queues(cpus);
         Ok(BenchPlan {
             pattern,
             block_bytes,
