@@ -3,7 +3,9 @@
 //!
 //! Measured: CPU time and instructions of the product's queue core, NVMe driver and rings, with our controller on a
 //! null device (`rig.rs`). Modelled: the cost of mapping pages for a device (`mapping.rs`), and a link between the
-//! devices and the host. Samples of all kinds of memory alternate, so that other load of the machine affects all.
+//! devices and the host. Samples of all kinds of memory alternate, so that other load of the machine affects all. Each
+//! sample has rings, tables and bios at other addresses: which of them meet in a set of a cache is chance, and would
+//! else be the same for a row and be taken for its cost.
 //!
 //! Without a model: io_uring with O_DIRECT on a file (`host.rs`), and a device of the user's choice (`device.rs`).
 
@@ -19,8 +21,11 @@ pub(super) mod svg;
 mod verdicts;
 
 use std::io;
+use std::sync::Arc;
 use std::thread;
 
+use blkyard_mem::Region;
+use blkyard_sim::Rng;
 use serde::Serialize;
 
 pub(super) use self::device::run as run_on_device;
@@ -121,7 +126,7 @@ impl PremappedLength {
         if quick {
             PremappedLength { samples: SAMPLES_MIN, windows: 4, quick }
         } else {
-            PremappedLength { samples: 12, windows: 20, quick }
+            PremappedLength { samples: 20, windows: 12, quick }
         }
     }
 
@@ -248,24 +253,42 @@ fn row(
 /// Samples of all cells.
 fn measure(length: PremappedLength) -> Vec<(Cell, PhaseSamples)> {
     let mut measured = Vec::new();
+    let mut rng = Rng::new(1);
     for bed in Bed::ALL {
         for bytes in SIZES {
-            let mut rigs = IoMemory::ALL.map(|memory| PremappedRig::new(bed, bytes, memory));
-            for batch in BATCHES {
-                let mut samples = IoMemory::ALL.map(|_| PhaseSamples::default());
-                for _ in 0..length.samples {
+            let mut of_size = BATCHES.map(|_| IoMemory::ALL.map(|_| PhaseSamples::default()));
+            for _ in 0..length.samples {
+                let _gaps = AddressGaps::new(&mut rng);
+                let mut rigs = IoMemory::ALL.map(|memory| PremappedRig::new(bed, bytes, memory));
+                for (batch, samples) in BATCHES.into_iter().zip(&mut of_size) {
                     let windows = sample(&mut rigs, batch, length.windows);
                     for (samples, [submit, complete]) in samples.iter_mut().zip(windows) {
                         samples.submit_ns.push(submit.cost());
                         samples.complete_ns.push(complete.cost());
                     }
                 }
+            }
+            for (batch, samples) in BATCHES.into_iter().zip(of_size) {
                 let cells = IoMemory::ALL.map(|memory| (bed, bytes, batch, memory));
                 measured.extend(cells.into_iter().zip(samples));
             }
         }
     }
     measured
+}
+
+/// Memory of the heap and of mappings that is left unused, so that what comes after it has other addresses.
+struct AddressGaps(#[expect(dead_code, reason = "only taken up")] (Vec<Vec<u8>>, Option<Arc<Region>>));
+
+impl AddressGaps {
+    fn new(rng: &mut Rng) -> AddressGaps {
+        /// Blocks of the heap, of a few cache lines each: free ones of any size are used up first.
+        const BLOCKS: usize = 256;
+        let blocks = (0..BLOCKS).map(|_| Vec::with_capacity(64 * (1 + rng.below(64) as usize))).collect();
+        // Without it the addresses of mappings are those of the last sample, which is still a sample.
+        let pages = Region::anonymous(4096 * (1 + rng.below(512) as usize)).ok();
+        AddressGaps((blocks, pages))
+    }
 }
 
 /// Windows of one sample of each kind of memory, in turn.
