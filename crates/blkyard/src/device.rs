@@ -294,7 +294,8 @@ impl Device {
     }
 
     /// Has the device of this name ask for this many poll queues, if it is of a kind that has them (option
-    /// `poll_queues`) and its name does not say. Queues of kind [`QueueKind::Poll`] signal for each completion otherwise.
+    /// `poll_queues`) and its name does not say. Queues of kind [`QueueKind::Poll`] signal for each completion
+    /// otherwise.
     pub fn ask_poll_queues(spec: &mut Spec, queues: usize) {
         if queues > 0 && POLL_QUEUE_SCHEMES.contains(&&*spec.scheme) {
             let said = spec.take("poll_queues");
