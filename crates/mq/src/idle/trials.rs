@@ -8,7 +8,7 @@
 //! checked now and then, and at once if the cost of an I/O rises.
 //!
 //! ```text
-//!            10 of 10 ms                 pays                  pays
+//!            2 of 10 ms, or 10         pays                  pays
 //!   usual ─────────────────▶ trial, 2 ms ─────▶ proof, 10 ms ──────▶ kept, 10 ms each ◀──┐
 //!     ▲                        │                  │                   │      │ 10 of them,│ still
 //!     │         does not       │                  │    little work    │      │ or dearer  │ pays
@@ -16,7 +16,8 @@
 //!     └──────────────────────────────── does not ──────────────────────── check, 2 ms ────┘
 //! ```
 //!
-//! A trial takes 2 of 102 ms. With little work nothing is tried, and nothing kept.
+//! A trial takes 2 of 102 ms: it comes 100 ms after the last one, or 20 ms after work began if that is later. With little
+//! work nothing is tried, and nothing kept.
 //!
 //! Where threads wait for CPUs a look takes the CPU from others, perhaps from the client that is looked for, and the
 //! cost is theirs: no trial on one lane sees it. A lane that itself waits for its CPU much of the time sleeps at once.
@@ -49,6 +50,8 @@ const WINDOW_NS: u64 = 10_000_000;
 const TRIAL_NS: u64 = 2_000_000;
 /// Windows between trials, and between checks.
 const WINDOWS: u32 = 10;
+/// Windows with work before a trial: the first one has the beginning of the work in it.
+const WORKED: u32 = 2;
 /// A lane that serves fewer I/Os in a trial is not judged: 8000 a second.
 const IOS_MIN: f64 = 16.0;
 /// An I/O may cost more with a long look by this factor, and by no more than I/O comes faster.
@@ -84,7 +87,7 @@ impl Seen {
 
 #[derive(Clone, Copy, Debug)]
 enum Phase {
-    /// Usual looks, for so many windows so far.
+    /// Usual looks, for so many windows so far, or more.
     Usual(u32),
     /// A long look is tried beside this.
     Trial(Seen),
@@ -107,6 +110,8 @@ pub(super) struct Trials {
     /// The long look, ns.
     long_ns: u64,
     phase: Phase,
+    /// No trial before this time, ns.
+    trial_ns: u64,
     /// Beginning of the window.
     begin: Reading,
     /// Its end.
@@ -120,6 +125,7 @@ impl Trials {
         Trials {
             long_ns: long_ns.unwrap_or(0),
             phase: Phase::Usual(0),
+            trial_ns: 0,
             begin: Reading::default(),
             next_ns: if long_ns.is_some() { 0 } else { u64::MAX },
             bounds_ns: ANY_LOOK,
@@ -148,7 +154,7 @@ impl Trials {
         let cpu = (!is_little).then(cpu_use);
         let begin = std::mem::replace(&mut self.begin, Reading { now_ns, ios, cpu });
         self.phase = match (begin.cpu, cpu) {
-            (Some(begin), Some(end)) => self.next_phase(ns, served, begin, end),
+            (Some(begin), Some(end)) => self.next_phase(now_ns, ns, served, begin, end),
             // A window that began while there was little work has no cost.
             _ => Phase::Usual(0),
         };
@@ -156,7 +162,10 @@ impl Trials {
         let (window_ns, bounds_ns) = match self.phase {
             Phase::Usual(_) => (WINDOW_NS, ANY_LOOK),
             Phase::Check(_) => (TRIAL_NS, ANY_LOOK),
-            Phase::Trial(_) => (TRIAL_NS, long),
+            Phase::Trial(_) => {
+                self.trial_ns = now_ns + TRIAL_NS + u64::from(WINDOWS) * WINDOW_NS;
+                (TRIAL_NS, long)
+            }
             Phase::Proof(_) | Phase::Kept(..) => (WINDOW_NS, long),
             Phase::Crowded(_) => (WINDOW_NS, (0, 0)),
         };
@@ -164,8 +173,8 @@ impl Trials {
         self.bounds_ns = bounds_ns;
     }
 
-    /// After a window with work: its length, I/Os, and the CPU time at its ends.
-    fn next_phase(&self, ns: f64, ios: f64, begin: CpuUse, end: CpuUse) -> Phase {
+    /// After a window with work: its end, length and I/Os, and the CPU time at its ends.
+    fn next_phase(&self, now_ns: u64, ns: f64, ios: f64, begin: CpuUse, end: CpuUse) -> Phase {
         let used_ns = end.used_ns.saturating_sub(begin.used_ns) as f64;
         let waited_ns = match (begin.waited_ns, end.waited_ns) {
             (Some(begin_ns), Some(end_ns)) => end_ns.saturating_sub(begin_ns) as f64,
@@ -177,7 +186,8 @@ impl Trials {
             _ if waits > CROWDED => Phase::Crowded(0),
             Phase::Crowded(_) if waits > ROOMY => Phase::Crowded(0),
             Phase::Crowded(roomy) if roomy < ROOMY_WINDOWS => Phase::Crowded(roomy + 1),
-            Phase::Usual(windows) if windows < WINDOWS => Phase::Usual(windows + 1),
+            Phase::Usual(windows) if windows < WORKED => Phase::Usual(windows + 1),
+            Phase::Usual(windows) if now_ns < self.trial_ns => Phase::Usual(windows),
             Phase::Usual(_) => Phase::Trial(seen),
             Phase::Trial(usual) if seen.pays_beside(usual, 0.0) => Phase::Proof(usual),
             Phase::Proof(usual) if seen.pays_beside(usual, 0.0) => Phase::Kept(0, usual.cost * DEARER_MAX),
@@ -323,6 +333,29 @@ mod tests {
     }
 
     #[test]
+    fn a_client_that_comes_after_a_rest_is_tried_at_once() {
+        let mut world = World::new();
+        world.run(CLOSED, 40 * MS);
+        assert!(world.is_long());
+        world.run(Load::Open(100 * MS), 1000 * MS);
+        assert!(!world.is_long());
+        world.run(CLOSED, 40 * MS);
+        assert!(world.is_long());
+    }
+
+    #[test]
+    fn bursts_are_tried_for_a_twenty_fifth_of_the_time() {
+        let mut world = World::new();
+        let mut long = 0.0;
+        for _ in 0..50 {
+            long += world.share_long(OPEN, 40 * MS) * 40.0;
+            world.run(Load::Open(10 * MS), 20 * MS);
+        }
+        let share = long / (50.0 * 60.0);
+        assert!(share > 0.0 && share <= 0.04, "{share}");
+    }
+
+    #[test]
     fn a_long_look_ends_within_50_ms_once_it_no_longer_pays() {
         let mut world = World::new();
         world.run(OPEN, 100 * MS);
@@ -367,19 +400,19 @@ mod tests {
     fn a_lane_that_waits_for_its_waker_as_long_as_it_works_looks_longer() {
         let mut world = World { wake_waits_ns: 9 * US, sleep_ns: 9 * US, ..World::new() };
         world.run(CLOSED, 500 * MS);
-        assert!(world.is_long());
+        assert!(world.share_long(CLOSED, 120 * MS) > 0.9);
     }
 
     #[test]
     fn a_lane_that_waits_for_its_cpu_sleeps_at_once() {
         let mut world = World::new();
         world.run(CLOSED, 500 * MS);
-        assert!(world.is_long());
+        assert!(world.share_long(CLOSED, 120 * MS) > 0.9);
         world.waits = 0.5;
         world.run(CLOSED, 30 * MS);
         assert!(!world.lookout.goes_on(world.now_ns), "looks although others need its CPU");
         world.waits = 0.02;
         world.run(CLOSED, 250 * MS);
-        assert!(world.is_long());
+        assert!(world.share_long(CLOSED, 120 * MS) > 0.9);
     }
 }
