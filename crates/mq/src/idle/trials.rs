@@ -16,8 +16,8 @@
 //!     └──────────────────────────────── does not ──────────────────────── check, 2 ms ────┘
 //! ```
 //!
-//! A trial takes 2 of 102 ms: it comes 100 ms after the last one, or 20 ms after work began if that is later. With little
-//! work nothing is tried, and nothing kept.
+//! A trial takes 2 of 102 ms: it comes 100 ms after the last one, or 20 ms after work began if that is later. With
+//! little work nothing is tried, and nothing kept.
 //!
 //! Where threads wait for CPUs a look takes the CPU from others, perhaps from the client that is looked for, and the
 //! cost is theirs: no trial on one lane sees it. A lane that itself waits for its CPU much of the time sleeps at once.
