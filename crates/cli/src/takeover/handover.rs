@@ -360,11 +360,11 @@ mod tests {
         }
         let newer = text.replace(",\"session\":", ",\"nvme\":{\"version\":9,\"files\":0,\"record\":{}},\"session\":");
         assert!(unpack(&newer, &mut (0..9).map(|_| end()).collect()).unwrap_err().contains("two protocols"));
-        for version in [1, 9] {
+        for version in [1, 2, 9] {
             let other = text.split(",\"session\":").next().unwrap().to_owned()
                 + &format!(",\"session\":null,\"nvme\":{{\"version\":{version},\"files\":0,\"record\":{{}}}}}}");
             let refused = unpack(&other, &mut (0..9).map(|_| end()).collect()).unwrap_err();
-            assert_eq!(refused, format!("a vfio-user session has version {version}, and 2 is supported"));
+            assert_eq!(refused, format!("a vfio-user session has version {version}, and 3 is supported"));
         }
         let many = text.replace("\"files\":2", "\"files\":200");
         assert!(unpack(&many, &mut (0..300).map(|_| end()).collect()).unwrap_err().contains("200 descriptors"));
