@@ -688,7 +688,7 @@ impl NvmeFunction {
             slot: created.map(|created| Arc::clone(&created.slot)),
             orders: created.map(|created| Arc::clone(&created.orders)).unwrap_or_default(),
             memory: if created.is_some() { memory.clone() } else { memory.without_host() },
-            kick: created.and_then(|created| created.kick.clone().or_else(|| self.doorbell_eventfd(place, created))),
+            kick: created.and_then(|created| self.kick_of(place, created)),
             call: vector.and_then(|vector| self.vectors.get(usize::from(vector)).cloned().flatten()),
             is_call_new: created.is_some_and(|created| created.is_call_new),
             replies: Arc::clone(&self.replies),

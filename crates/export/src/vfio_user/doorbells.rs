@@ -13,8 +13,8 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, PoisonError};
 
 use blkyard_mem::{Region, View};
+use blkyard_nvme::ControllerOptions;
 use blkyard_nvme::registers::{DOORBELLS, cq_doorbell, sq_doorbell};
-use blkyard_nvme::{ControllerIoQueue, ControllerOptions};
 use blkyard_sys::EventFd;
 use blkyard_wire::vfio_user::{IoFd, IoFdKind, RegionIoFds, SparseArea, VfioReply, region_index};
 
@@ -139,13 +139,17 @@ impl NvmeFunction {
         Ok(())
     }
 
-    /// The eventfd of a queue's doorbells that the client signals. Those of other submission queues are not listened to
-    /// by this lane, so a queue that has any is polled.
-    pub(super) fn doorbell_eventfd(&self, place: usize, created: &CreatedQueue) -> Option<Arc<EventFd>> {
+    /// What the lane of a queue listens to. Eventfds of submission queues with another number are listened to by no
+    /// lane, so a queue that has any is polled.
+    pub(super) fn kick_of(&self, place: usize, created: &CreatedQueue) -> Option<Arc<EventFd>> {
+        let cqid = place + 1;
+        let is_unheard = |sqid: usize| sqid != cqid && self.doorbell_eventfds.get(sqid).is_some();
         let slot = created.slot.lock().unwrap_or_else(PoisonError::into_inner);
-        let is_usual = |queue: &ControllerIoQueue| queue.submission_queues().all(|sqid| sqid == queue.cqid());
-        let eventfd = self.doorbell_eventfds.get(place + 1).filter(|_| slot.as_deref().is_none_or(is_usual));
-        eventfd.cloned()
+        let mut sqids = slot.iter().flat_map(|queue| queue.submission_queues());
+        if sqids.any(|sqid| is_unheard(usize::from(sqid))) {
+            return None;
+        }
+        self.doorbell_eventfds.get(cqid).or(created.kick.as_ref()).cloned()
     }
 }
 

@@ -3,6 +3,7 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering::Release;
+use std::time::Duration;
 
 use blkyard_export::NvmeDoorbells;
 use blkyard_mem::{Region, View};
@@ -15,6 +16,8 @@ use crate::common::nvme::read;
 use crate::common::{AdminHost, AnyDevice, NvmeWorld, RawClient};
 
 const EINVAL: u32 = 22;
+/// After this time without work a lane sleeps, and a queue without a kick has been polled again.
+const ASLEEP: Duration = Duration::from_millis(50);
 /// Distance of the doorbells of an export with few queues.
 const STRIDE: u64 = 0x40;
 
@@ -48,7 +51,12 @@ struct SignallingHost {
 
 impl SignallingHost {
     fn enable(world: &NvmeWorld) -> SignallingHost {
-        let mut client = RawClient::greeted_with(&world.path, 16);
+        SignallingHost::enable_with(world, 16)
+    }
+
+    /// The same with room for this many descriptors in a message.
+    fn enable_with(world: &NvmeWorld, descriptors: u64) -> SignallingHost {
+        let mut client = RawClient::greeted_with(&world.path, descriptors);
         let (_, descriptors) = ask(&mut client, 4096, 0);
         let mut descriptors = descriptors.into_iter();
         let file = descriptors.next().expect("the file of the doorbells");
@@ -77,6 +85,14 @@ impl SignallingHost {
 
     fn await_read(&self, index: u32) {
         crate::common::until("the read is complete", || self.host.status(3, index) == Some(0));
+    }
+
+    /// Reads by a submission queue after its lane has gone to sleep.
+    fn read_asleep(&self, sqid: u16, index: u32) {
+        std::thread::sleep(ASLEEP);
+        self.put_read(index);
+        self.ring(sqid, index + 1);
+        self.await_read(index);
     }
 }
 
@@ -137,13 +153,18 @@ fn a_doorbell_with_an_eventfd_wakes_its_queue_without_a_message() {
     let world = world(2);
     let mut client = SignallingHost::enable(&world);
     client.create(1, 1);
+    let mut was_unheard = false;
     for index in 0..7 {
+        std::thread::sleep(ASLEEP);
         client.put_read(index);
+        // Not signalled: a polled queue would have seen it soon.
+        client.doorbells.store_u32(2 * STRIDE as usize, index + 1, Release);
+        std::thread::sleep(ASLEEP);
+        was_unheard |= client.host.status(3, index).is_none();
         client.ring(1, index + 1);
         client.await_read(index);
-        // The lane sleeps again.
-        std::thread::sleep(std::time::Duration::from_millis(5));
     }
+    assert!(was_unheard, "the queue is polled");
     // The admin queue, too.
     let index = client.host.tail;
     client.host.put(0, index, Sqe::new(admin::KEEP_ALIVE, 0).with_cid(9));
@@ -156,17 +177,15 @@ fn a_doorbell_with_an_eventfd_wakes_its_queue_without_a_message() {
 
 #[test]
 fn a_queue_fed_by_a_submission_queue_of_another_number_is_served() {
-    let world = world(3);
-    let mut client = SignallingHost::enable(&world);
-    client.create(3, 1);
-    for index in 0..4 {
-        client.put_read(index);
-        client.ring(3, index + 1);
-        client.await_read(index);
-        std::thread::sleep(std::time::Duration::from_millis(5));
+    // With an eventfd of its own for the completion queue, and without.
+    for (sqid, cqid, descriptors) in [(3, 1, 16), (1, 2, 3)] {
+        let world = world(3);
+        let mut client = SignallingHost::enable_with(&world, descriptors);
+        client.create(sqid, cqid);
+        (0..4).for_each(|index| client.read_asleep(sqid, index));
+        drop(client);
+        world.stop();
     }
-    drop(client);
-    world.stop();
 }
 
 #[test]
