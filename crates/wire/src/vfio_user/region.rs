@@ -328,15 +328,15 @@ impl IoFd {
             other => return Err(MessageError::IoFdType(other)),
         };
         check_range(command, offset, size)?;
-        let mut indexes = vec![fd_index];
+        let mut highest = fd_index;
         if let IoFdKind::ShadowEventFd { memory, at } = kind {
             check_range(command, at, size)?;
-            indexes.push(memory);
+            highest = highest.max(memory);
         }
-        match indexes.into_iter().find(|index| *index as usize >= descriptors) {
-            Some(index) => Err(MessageError::NoDescriptor { command, index }),
-            None => Ok(IoFd { offset, size, fd_index, kind, flags, value }),
+        if highest as usize >= descriptors {
+            return Err(MessageError::NoDescriptor { command, index: highest });
         }
+        Ok(IoFd { offset, size, fd_index, kind, flags, value })
     }
 
     fn encode(&self, bytes: &mut Vec<u8>) {
