@@ -74,6 +74,8 @@ pub(crate) struct DataOracle {
     sectors: Vec<Sector>,
     /// Power failures so far.
     epoch: u64,
+    /// By power failure: the version of each sector that it left at least.
+    left: Vec<Vec<u64>>,
     version: u64,
     /// Epoch in which each pending write was submitted, by version.
     submitted: BTreeMap<u64, u64>,
@@ -84,7 +86,7 @@ pub(crate) struct DataOracle {
 impl DataOracle {
     pub(crate) fn new(sectors: usize, is_write_through: bool) -> DataOracle {
         let sectors = vec![Sector::default(); sectors];
-        DataOracle { sectors, epoch: 0, version: 0, submitted: BTreeMap::new(), is_write_through }
+        DataOracle { sectors, epoch: 0, left: Vec::new(), version: 0, submitted: BTreeMap::new(), is_write_through }
     }
 
     /// Whether a write may be submitted: no other one of these sectors is in flight, and all are judged.
@@ -138,7 +140,9 @@ impl DataOracle {
             }
             assert!(version <= last, "sector {place} holds version {version}, which was never written");
             let is_current = bounds.epoch == self.epoch;
-            let floor = if is_current { bounds.floors[at] } else { bounds.floors[at].min(sector.durable) };
+            // It may have been executed right after the first power failure since it was submitted.
+            let left = self.left.get(bounds.epoch as usize).map_or(u64::MAX, |left| left[place]);
+            let floor = bounds.floors[at].min(left);
             assert!(
                 version >= floor,
                 "sector {place} reads as version {version} after version {floor} was acknowledged or read: \
@@ -167,6 +171,7 @@ impl DataOracle {
     /// The power of the target fails.
     pub(crate) fn power_fails(&mut self) {
         self.epoch += 1;
+        self.left.push(self.sectors.iter().map(|sector| sector.durable).collect());
         for sector in &mut self.sectors {
             (sector.floor, sector.acknowledged) = (sector.durable, sector.durable);
         }
@@ -186,6 +191,30 @@ mod tests {
     fn is_refused(oracle: &mut DataOracle, bytes: &[u8]) -> bool {
         let bounds = oracle.read(0, 1);
         std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| oracle.check(0, bytes, &bounds))).is_err()
+    }
+
+    #[test]
+    fn a_read_whose_answer_was_held_up_may_be_as_old_as_what_a_power_failure_left() {
+        let mut oracle = DataOracle::new(1, false);
+        for version in 1..=3 {
+            assert_eq!(oracle.write(0, 1), version);
+            oracle.written(0, 1, version, true);
+            if version == 1 {
+                let cover = oracle.flush();
+                oracle.flushed(&cover);
+            }
+        }
+        let bounds = oracle.read(0, 1);
+        // The cache is lost; the read is executed after that, and before the next write is durable.
+        oracle.power_fails();
+        let version = oracle.write(0, 1);
+        oracle.written(0, 1, version, true);
+        let cover = oracle.flush();
+        oracle.flushed(&cover);
+        oracle.check(0, &sector(1), &bounds);
+        let is_ok = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| oracle.check(0, &sector(0), &bounds)));
+        assert!(is_ok.is_err(), "older than what was durable");
+        assert!(is_refused(&mut oracle, &sector(1)), "a read since then is not as old");
     }
 
     #[test]
