@@ -27,7 +27,7 @@ use crate::control::{ControlPlace, ControlServer};
 use crate::daemon::{
     ByProtocol, ClientRemotes, ClientState, Daemon, DiskPlan, ExportedDevice, LANES_MAX, LatencyTrackers, QueueMaker,
     ServedDevice, ServedExport, ServedLanes, ServedServer, SetLanesError, Share, ShareDevice, depth_of_all, pin_lane,
-    usual_tracker,
+    set_path_tracker, usual_tracker,
 };
 use crate::ending::{Parts, StopToken, supervise};
 use crate::io_errors::{ErrorLog, tell_rest};
@@ -519,7 +519,9 @@ fn open(
             }
             wanted.push(want);
         }
-        trackers.set(opened.len(), tracker(usual_tracker(&info)));
+        let tracker = tracker(usual_tracker(&info));
+        set_path_tracker(&device, tracker);
+        trackers.set(opened.len(), tracker);
         opened.push(ServedDevice::new(device, Arc::new(info), scheduler, rate));
     }
     Ok(Some((opened, trackers, wanted)))

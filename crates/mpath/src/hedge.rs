@@ -16,18 +16,18 @@ pub struct HedgeConfig {
     pub one_in: u32,
     /// Hedges that may come in a row after a quiet time.
     pub burst: u32,
+    /// Reads of a size class before their delay is known.
+    pub samples_min: u32,
 }
 
 impl Default for HedgeConfig {
     fn default() -> Self {
-        HedgeConfig { one_in: 100, burst: 16 }
+        HedgeConfig { one_in: 100, burst: 16, samples_min: 256 }
     }
 }
 
 /// Sizes told apart: up to 8 KiB, up to 64 KiB, larger.
 const SIZES: usize = 3;
-/// Samples before a delay is known.
-const SAMPLES_MIN: u32 = 256;
 
 /// The delay after which reads are hedged, and the budget of hedges.
 #[derive(Clone, Debug)]
@@ -46,9 +46,9 @@ struct SizeDelay {
 }
 
 impl HedgeTimer {
-    /// A timer that knows no latency yet, with a full budget.
+    /// A timer that knows no latency yet, with an empty budget.
     pub fn new(config: HedgeConfig) -> HedgeTimer {
-        let config = HedgeConfig { one_in: config.one_in.max(1), burst: config.burst.max(1) };
+        let config = HedgeConfig { one_in: config.one_in.max(1), burst: config.burst.max(1), ..config };
         HedgeTimer { config, sizes: [SizeDelay::default(); SIZES], tokens: 0 }
     }
 
@@ -56,12 +56,17 @@ impl HedgeTimer {
     #[inline]
     pub fn due_ns(&self, io: &PathIo, now_ns: u64) -> Option<u64> {
         let size = &self.sizes[size_of(io)];
-        (io.class == OpClass::Read && size.samples >= SAMPLES_MIN).then(|| now_ns + size.delay as u64)
+        (io.class == OpClass::Read && size.samples >= self.config.samples_min).then(|| now_ns + size.delay as u64)
+    }
+
+    /// Whether a hedge is left in the budget.
+    pub fn is_left(&self) -> bool {
+        self.tokens >= self.config.one_in
     }
 
     /// Takes a hedge from the budget. False if it is used up.
     pub fn take(&mut self) -> bool {
-        let is_left = self.tokens >= self.config.one_in;
+        let is_left = self.is_left();
         if is_left {
             self.tokens -= self.config.one_in;
         }
@@ -110,7 +115,7 @@ mod tests {
 
     #[test]
     fn hedges_stay_within_their_budget() {
-        let mut timer = HedgeTimer::new(HedgeConfig { one_in: 100, burst: 4 });
+        let mut timer = HedgeTimer::new(HedgeConfig { burst: 4, ..HedgeConfig::default() });
         assert!(!timer.take());
         let hedged = (0..100_000).filter(|_| {
             timer.completed(&READ, None);

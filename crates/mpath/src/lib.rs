@@ -19,12 +19,14 @@
 
 mod adaptive;
 mod hedge;
+mod hedged;
 mod latency;
 mod load;
 mod monitor;
 mod path;
 mod policy;
 mod queue;
+mod settings;
 mod simple;
 mod stats;
 
@@ -34,6 +36,7 @@ pub use latency::LatencyPolicy;
 pub use monitor::PathMonitor;
 pub use path::{AccessState, ConnectionState, PATHS_MAX, PathClass, PathSet, PathState};
 pub use policy::{ChoiceReason, PathChoice, PathIo, PathPolicy, PolicyKind, UnknownPolicy};
-pub use queue::{MultipathQueue, MultipathSettings, QueuePath};
+pub use queue::{MultipathQueue, QueuePath};
+pub use settings::{MultipathSettings, PathRules};
 pub use simple::{NumaPolicy, QueueDepth, RoundRobin};
 pub use stats::{MultipathStats, PathCounters};

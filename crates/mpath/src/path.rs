@@ -185,6 +185,16 @@ impl PathSet {
         self.paths.iter().any(|entry| entry.state.is_recoverable())
     }
 
+    /// The same without this path, for a second choice.
+    #[must_use]
+    pub(crate) fn without(&self, path: usize) -> PathSet {
+        let mut others = self.clone();
+        others.candidates &= !(1 << path);
+        // No later set is taken for it.
+        others.generation ^= 1 << 31;
+        others
+    }
+
     fn update(&mut self) {
         let of = |class| {
             let bit = |(path, entry): (usize, &PathEntry)| u32::from(entry.state.class() == Some(class)) << path;

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use blkyard_mq::OpClass;
+use blkyard_mq::{OpClass, TrackerConfig};
 
 use crate::{Adaptive, LatencyPolicy, NumaPolicy, PathSet, QueueDepth, RoundRobin};
 
@@ -111,13 +111,13 @@ impl PolicyKind {
         }
     }
 
-    /// A policy of this kind with default settings, for one lane.
-    pub fn build(self) -> Box<dyn PathPolicy> {
+    /// A policy of this kind for one lane. `latency` has trackers of these settings.
+    pub fn build(self, tracker: TrackerConfig) -> Box<dyn PathPolicy> {
         match self {
             PolicyKind::Numa => Box::new(NumaPolicy::default()),
             PolicyKind::RoundRobin => Box::new(RoundRobin::default()),
             PolicyKind::QueueDepth => Box::new(QueueDepth::default()),
-            PolicyKind::Latency => Box::new(LatencyPolicy::default()),
+            PolicyKind::Latency => Box::new(LatencyPolicy::new(tracker)),
             PolicyKind::Adaptive => Box::new(Adaptive::default()),
         }
     }

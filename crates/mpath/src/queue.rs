@@ -20,20 +20,23 @@
 //! * Without a usable path requests are held, up to `no_path_ns`, or until no path can come back.
 //! * A path without monitor has no proof: its writes go to it again if it gives them back, and end if they fail.
 //! * A driver that takes nothing although it has nothing in flight, or returns a path error, is avoided for a while.
+//!
+//! A read that is late on its path is sent to another one as well, if that is [set](PathRules::hedged_reads).
+
+mod hedging;
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::AtomicU8;
-use std::sync::atomic::Ordering::Relaxed;
 
 use blkyard_mq::{
     Batch, BatchPart, BufferId, Cancellations, Done, Driver, OpClass, PathGeneration, RegionTable, RegisteredBuffer,
     Retry, Shortage, Status, Tag, TakenRequest, TimedOut, UnfencedRequest,
 };
 
-use crate::policy::{PathChoice, PathIo, PathPolicy, PolicyKind};
+use crate::hedged::HedgedReads;
+use crate::policy::{PathChoice, PathIo, PathPolicy};
 use crate::stats::{MultipathStats, PathCounters};
-use crate::{ConnectionState, PathMonitor, PathSet, PathState};
+use crate::{ConnectionState, MultipathSettings, PathMonitor, PathRules, PathSet, PathState, PolicyKind};
 
 /// How long a path is avoided whose driver takes nothing, ns: a connection that is being set up.
 const REFUSED_NS: u64 = 5_000_000;
@@ -45,33 +48,6 @@ const HELD_LOOK_NS: u64 = 2_000_000;
 const FENCE_MAX_NS: u64 = 60_000_000_000;
 /// No path has the request.
 const NOWHERE: u8 = u8::MAX;
-
-/// Settings of a device over several paths, which all its queues share.
-#[derive(Debug)]
-pub struct MultipathSettings {
-    policy: AtomicU8,
-    /// How long I/O waits while no path is usable, ns.
-    pub no_path_ns: u64,
-}
-
-impl MultipathSettings {
-    /// With this policy and time.
-    pub fn new(policy: PolicyKind, no_path_ns: u64) -> MultipathSettings {
-        MultipathSettings { policy: AtomicU8::new(policy as u8), no_path_ns }
-    }
-
-    /// The present policy.
-    #[inline]
-    pub fn policy(&self) -> PolicyKind {
-        let policy = usize::from(self.policy.load(Relaxed));
-        PolicyKind::ALL.get(policy).copied().unwrap_or_default()
-    }
-
-    /// Sets the policy. Each queue builds it anew, knowing nothing.
-    pub fn set_policy(&self, policy: PolicyKind) {
-        self.policy.store(policy as u8, Relaxed);
-    }
-}
 
 /// One path of a queue, as it is added.
 #[derive(Debug)]
@@ -111,9 +87,17 @@ impl PathUsage {
         self.is_changed = true;
     }
 
-    /// Records the end of a request, if it is final.
+    /// Records the end of the request in a slot, if it is final.
     #[inline]
-    fn finish(&mut self, known: &mut RequestPath, policy: &mut dyn PathPolicy, status: Status, now_ns: u64) -> bool {
+    fn finish(
+        &mut self,
+        slot: usize,
+        known: &mut RequestPath,
+        policy: &mut dyn PathPolicy,
+        hedges: &mut Option<Box<HedgedReads>>,
+        status: Status,
+        now_ns: u64,
+    ) -> bool {
         if !matches!(status.retry(), Retry::Never | Retry::Later) {
             return false;
         }
@@ -123,6 +107,9 @@ impl PathUsage {
         if let Some(choice) = known.choice.take() {
             self.counters.latency_ns += now_ns.saturating_sub(choice.start_ns);
             policy.complete(choice, now_ns);
+        }
+        if let Some(hedges) = hedges {
+            hedges.answered(slot, now_ns);
         }
         true
     }
@@ -183,7 +170,9 @@ pub struct MultipathQueue<D, E = OwnedFd> {
     paths: Vec<PathQueue<D>>,
     states: PathSet,
     settings: Arc<MultipathSettings>,
-    policy_kind: PolicyKind,
+    /// The rules that it follows, and changes of the settings that it has seen.
+    rules: PathRules,
+    seen_settings: u32,
     policy: Box<dyn PathPolicy>,
     node: u16,
     /// By slot.
@@ -192,6 +181,8 @@ pub struct MultipathQueue<D, E = OwnedFd> {
     held_look_ns: u64,
     /// Whether a path is avoided.
     has_avoided: bool,
+    /// Unset unless reads are hedged, or were.
+    hedges: Option<Box<HedgedReads>>,
     stats: Arc<MultipathStats>,
     eventfd: Option<E>,
 }
@@ -226,18 +217,21 @@ impl<D, E> MultipathQueue<D, E> {
             queue
         };
         let paths = paths.into_iter().map(queue_of).collect();
-        let policy_kind = settings.policy();
+        let seen_settings = settings.changes();
+        let rules = settings.rules();
         MultipathQueue {
             paths,
             states,
             settings,
-            policy_kind,
-            policy: policy_kind.build(),
+            rules,
+            seen_settings,
+            policy: rules.policy.build(rules.tracker),
             node,
             requests: (0..depth).map(|_| RequestPath::NEW).collect(),
             held: Vec::with_capacity(depth),
             held_look_ns: 0,
             has_avoided: false,
+            hedges: rules.hedged_reads.map(|config| Box::new(HedgedReads::new(config, depth))),
             stats: Arc::default(),
             eventfd,
         }
@@ -257,18 +251,18 @@ impl<D, E> MultipathQueue<D, E> {
     #[inline]
     fn look_at_changes(&mut self, now_ns: u64) {
         let changed = |path: &PathQueue<D>| path.monitor.as_ref().is_some_and(|seen| seen.changes() != path.seen);
-        if self.has_avoided || self.policy_kind != self.settings.policy() || self.paths.iter().any(changed) {
+        let is_set = self.seen_settings == self.settings.changes();
+        if self.has_avoided || !is_set || self.paths.iter().any(changed) {
             self.take_changes(now_ns);
         }
     }
 
     #[cold]
     fn take_changes(&mut self, now_ns: u64) {
-        let kind = self.settings.policy();
-        if kind != self.policy_kind {
-            (self.policy_kind, self.policy) = (kind, kind.build());
-            // The new policy has not made these.
-            self.requests.iter_mut().for_each(|request| request.choice = None);
+        let changes = self.settings.changes();
+        if self.seen_settings != changes {
+            self.seen_settings = changes;
+            self.follow(self.settings.rules());
         }
         self.has_avoided = false;
         for (number, path) in self.paths.iter_mut().enumerate() {
@@ -286,6 +280,25 @@ impl<D, E> MultipathQueue<D, E> {
             let state = path.state();
             if self.states.state(number) != Some(state) {
                 self.states.set_state(number, state);
+            }
+        }
+    }
+
+    #[cold]
+    fn follow(&mut self, rules: PathRules) {
+        let PathRules { policy, tracker, hedged_reads } = std::mem::replace(&mut self.rules, rules);
+        let is_other_tracker = policy == PolicyKind::Latency && tracker != rules.tracker;
+        if policy != rules.policy || is_other_tracker {
+            self.policy = rules.policy.build(rules.tracker);
+            // The new policy has not made these.
+            self.requests.iter_mut().for_each(|request| request.choice = None);
+            self.hedges.iter_mut().for_each(|hedges| hedges.forget_choices());
+        }
+        if hedged_reads != rules.hedged_reads {
+            match (&mut self.hedges, rules.hedged_reads) {
+                (Some(hedges), config) => hedges.follow(config),
+                (None, Some(config)) => self.hedges = Some(Box::new(HedgedReads::new(config, self.requests.len()))),
+                (None, None) => {}
             }
         }
     }
@@ -325,6 +338,9 @@ impl<D, E> MultipathQueue<D, E> {
                 usize::from(known.pinned)
             };
             known.path = path as u8;
+            if let Some(hedges) = &mut self.hedges {
+                hedges.sent(slot, &io, now_ns);
+            }
             let chosen = &mut self.paths[path];
             chosen.usage.counters.in_flight += 1;
             batch.assign(&mut chosen.part);
@@ -359,7 +375,7 @@ impl<D, E> MultipathQueue<D, E> {
     {
         let (mut short_of, mut may_move) = (None, true);
         for number in 0..self.paths.len() {
-            let MultipathQueue { paths, requests, policy, .. } = self;
+            let MultipathQueue { paths, requests, policy, hedges, .. } = self;
             let PathQueue { driver, part, usage, .. } = &mut paths[number];
             if part.is_empty() {
                 continue;
@@ -372,11 +388,16 @@ impl<D, E> MultipathQueue<D, E> {
                 if let Some(choice) = known.choice.take() {
                     policy.abandon(choice);
                 }
+                if let Some(hedges) = hedges {
+                    hedges.left(slot);
+                }
             };
             let shortage = batch.offer(part, |part| driver.queue_rqs(cx, memory, part), give_up);
             usage.left(left);
             if part.has_ends() {
-                batch.pass_on(part, |slot, status| usage.finish(&mut requests[slot], policy.as_mut(), status, now_ns));
+                let finish =
+                    |slot, status| usage.finish(slot, &mut requests[slot], policy.as_mut(), hedges, status, now_ns);
+                batch.pass_on(part, finish);
             }
             if left > 0 {
                 if usage.counters.in_flight == 0 && shortage != Shortage::Lane {
@@ -392,12 +413,39 @@ impl<D, E> MultipathQueue<D, E> {
         (short_of, may_move)
     }
 
+    #[inline]
+    fn poll_path<Cx: ?Sized>(
+        &mut self,
+        cx: &mut Cx,
+        memory: &RegionTable,
+        number: usize,
+        done: &mut Done<'_>,
+        now_ns: u64,
+    ) where
+        D: Driver<Cx>,
+    {
+        let PathQueue { driver, part, usage, .. } = &mut self.paths[number];
+        if usage.counters.in_flight == 0 && !part.has_ends() && !driver.wants_poll() {
+            return;
+        }
+        // Asked before the poll, in which the driver may give back requests of a connection and begin another.
+        let generation = driver.generation();
+        done.poll_part(part, |done| driver.poll(cx, memory, done, now_ns));
+        if part.has_ends() {
+            self.settle(number, generation, done, now_ns);
+        }
+        if self.hedges.as_ref().is_some_and(|hedges| hedges.is_at(number)) {
+            self.take_copies(number, memory, done, now_ns);
+        }
+    }
+
     /// Passes on what the driver of a path has completed, and moves what it has given back.
     #[inline]
     fn settle(&mut self, number: usize, generation: u32, done: &mut Done<'_>, now_ns: u64) {
-        let MultipathQueue { paths, requests, policy, .. } = self;
+        let MultipathQueue { paths, requests, policy, hedges, .. } = self;
         let PathQueue { part, usage, .. } = &mut paths[number];
-        done.pass_on(part, |slot, status| usage.finish(&mut requests[slot], policy.as_mut(), status, now_ns));
+        let finish = |slot, status| usage.finish(slot, &mut requests[slot], policy.as_mut(), hedges, status, now_ns);
+        done.pass_on(part, finish);
         let sent = PathGeneration { path: number as u32, generation };
         while self.paths[number].part.has_ends() {
             let Some((taken, status)) = done.next_given_back(&mut self.paths[number].part, sent) else { break };
@@ -422,6 +470,9 @@ impl<D, E> MultipathQueue<D, E> {
         let usage = &mut self.paths[number].usage;
         usage.left(1);
         usage.counters.moved += 1;
+        if let Some(hedges) = &mut self.hedges {
+            hedges.left(slot);
+        }
         let known = &mut self.requests[slot];
         (known.path, known.pinned) = (NOWHERE, NOWHERE);
         if let Some(choice) = known.choice.take() {
@@ -542,16 +593,10 @@ impl<Cx: ?Sized, D: Driver<Cx>, E: AsFd> Driver<Cx> for MultipathQueue<D, E> {
     fn poll(&mut self, cx: &mut Cx, memory: &RegionTable, done: &mut Done<'_>, now_ns: u64) {
         self.look_at_changes(now_ns);
         for number in 0..self.paths.len() {
-            let PathQueue { driver, part, usage, .. } = &mut self.paths[number];
-            if usage.counters.in_flight == 0 && !part.has_ends() && !driver.wants_poll() {
-                continue;
-            }
-            // Asked before the poll, in which the driver may give back requests of a connection and begin another.
-            let generation = driver.generation();
-            done.poll_part(part, |done| driver.poll(cx, memory, done, now_ns));
-            if part.has_ends() {
-                self.settle(number, generation, done, now_ns);
-            }
+            self.poll_path(cx, memory, number, done, now_ns);
+        }
+        if self.hedges.as_ref().and_then(|hedges| hedges.next_ns()).is_some_and(|late_ns| now_ns >= late_ns) {
+            self.send_hedges(cx, memory, done, now_ns);
         }
         if !self.held.is_empty() && now_ns >= self.held_look_ns {
             self.look_at_held(done, now_ns);
@@ -560,7 +605,9 @@ impl<Cx: ?Sized, D: Driver<Cx>, E: AsFd> Driver<Cx> for MultipathQueue<D, E> {
     }
 
     fn wants_poll(&self) -> bool {
-        self.paths.iter().any(|path| path.driver.wants_poll())
+        // Copies are no requests of the hardware queue.
+        let has_copies = self.hedges.as_ref().is_some_and(|hedges| hedges.has_copies());
+        has_copies || self.paths.iter().any(|path| path.driver.wants_poll())
     }
 
     fn timed_out(
@@ -615,7 +662,8 @@ impl<Cx: ?Sized, D: Driver<Cx>, E: AsFd> Driver<Cx> for MultipathQueue<D, E> {
     fn deadline_ns(&self) -> Option<u64> {
         let held_ns = (!self.held.is_empty()).then_some(self.held_look_ns);
         let paths = self.paths.iter().filter_map(|path| path.driver.deadline_ns());
-        paths.chain(held_ns).min()
+        let late_ns = self.hedges.as_ref().and_then(|hedges| hedges.next_ns());
+        paths.chain(held_ns).chain(late_ns).min()
     }
 }
 

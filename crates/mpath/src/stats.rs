@@ -16,6 +16,10 @@ pub struct PathCounters {
     pub in_flight: u64,
     /// I/Os that were taken from it before they ended, or that failed there and were sent again.
     pub moved: u64,
+    /// Hedges that it was sent: reads that were late on another path.
+    pub hedges: u64,
+    /// Those that came first.
+    pub hedges_won: u64,
     /// Time of its last choice, ns; zero for never.
     pub chosen_ns: u64,
     /// Why it was chosen then.
@@ -29,7 +33,7 @@ pub struct MultipathStats {
     held: AtomicU64,
 }
 
-const FIELDS: usize = 6;
+const FIELDS: usize = 8;
 const REASONS: [ChoiceReason; 4] =
     [ChoiceReason::OnlyPath, ChoiceReason::Best, ChoiceReason::Unmeasured, ChoiceReason::Probe];
 
@@ -37,9 +41,9 @@ impl MultipathStats {
     /// Publishes counters of a path.
     #[inline]
     pub(crate) fn publish(&self, path: usize, counters: &PathCounters) {
-        let PathCounters { ios, latency_ns, in_flight, moved, chosen_ns, reason } = *counters;
+        let PathCounters { ios, latency_ns, in_flight, moved, hedges, hedges_won, chosen_ns, reason } = *counters;
         let reason = reason.map_or(0, |reason| reason as u64 + 1);
-        let values = [ios, latency_ns, in_flight, moved, chosen_ns, reason];
+        let values = [ios, latency_ns, in_flight, moved, hedges, hedges_won, chosen_ns, reason];
         self.paths[path].iter().zip(values).for_each(|(field, value)| field.store(value, Relaxed));
     }
 
@@ -51,10 +55,10 @@ impl MultipathStats {
     /// Counters of a path.
     pub fn path(&self, path: usize) -> PathCounters {
         let Some(fields) = self.paths.get(path) else { return PathCounters::default() };
-        let [ios, latency_ns, in_flight, moved, chosen_ns, reason] =
+        let [ios, latency_ns, in_flight, moved, hedges, hedges_won, chosen_ns, reason] =
             std::array::from_fn(|field| fields[field].load(Relaxed));
         let reason = usize::try_from(reason).ok().and_then(|code| REASONS.get(code.checked_sub(1)?).copied());
-        PathCounters { ios, latency_ns, in_flight, moved, chosen_ns, reason }
+        PathCounters { ios, latency_ns, in_flight, moved, hedges, hedges_won, chosen_ns, reason }
     }
 
     /// Requests that wait for a path, or for the proof that a lost one executes them no more.

@@ -7,7 +7,7 @@ use blkyard_mem::{BufferId, RegionTable, RegisteredBuffer};
 
 use crate::fifo::put_first;
 use crate::request::{Marks, Ranges, Request, RequestState, RequestTable, Segments};
-use crate::{ErrorCode, IoErrors, QueueLimits, SharedDepth, SharedTenure, Status, Tag};
+use crate::{ErrorCode, HedgeDriver, IoErrors, QueueLimits, SharedDepth, SharedTenure, Status, Tag};
 
 /// Driver of a hardware queue: one queue pair of a device.
 ///
@@ -91,6 +91,11 @@ pub trait Driver<Cx: ?Sized> {
     fn generation(&self) -> u32 {
         0
     }
+
+    /// What it offers for hedged reads; `None` if it can send none.
+    fn hedges(&mut self) -> Option<&mut dyn HedgeDriver> {
+        None
+    }
 }
 
 /// A driver of a kind known at run time: one indirect call for a batch, none for a request.
@@ -160,6 +165,10 @@ impl<Cx: ?Sized, D: Driver<Cx> + ?Sized> Driver<Cx> for Box<D> {
     #[inline]
     fn generation(&self) -> u32 {
         (**self).generation()
+    }
+
+    fn hedges(&mut self) -> Option<&mut dyn HedgeDriver> {
+        (**self).hedges()
     }
 }
 

@@ -3,15 +3,17 @@
 //! The control sides, drivers and pollers are those of the product; only its threads are left out. The glue here is
 //! that of `serve`: it opens the paths, makes hardware queues over them, and runs the rings.
 
+use std::cell::RefCell;
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
 use blkyard_attach::{TcpAssociation, TcpNamespace, TcpNamespaceConfig};
 use blkyard_export::{VirtqueuePoller, VirtqueueRemote, VirtqueueSetup, queue_pair};
-use blkyard_mpath::{MultipathQueue, MultipathSettings, PathMonitor, PolicyKind, QueuePath};
+use blkyard_mpath::{MultipathQueue, MultipathSettings, MultipathStats, PathMonitor, PathRules, QueuePath};
 use blkyard_mq::{Driver, HwQueue, HwQueueConfig, Merging, Poller, PollerState, QueueKind, Wake};
 use blkyard_nvme::FabricsHostConfig;
 use blkyard_sim::Rng;
@@ -35,7 +37,9 @@ const ROUNDS_MAX: usize = 100_000;
 pub(crate) struct DaemonConfig {
     pub(crate) host: FabricsHostConfig,
     pub(crate) paths: usize,
-    pub(crate) policy: PolicyKind,
+    pub(crate) rules: PathRules,
+    /// Counters of the queues over several paths, of all daemons.
+    pub(crate) path_stats: Rc<RefCell<Vec<Arc<MultipathStats>>>>,
     /// Whether requests of the daemon before it wait until that is silent.
     pub(crate) waits_for_silence: bool,
     pub(crate) no_path_ns: u64,
@@ -214,8 +218,10 @@ impl WorldDaemon {
             let Some(queue) = queues.pop() else { unreachable!("there is one path") };
             return Box::new(queue.driver);
         }
-        let settings = Arc::new(MultipathSettings::new(self.config.policy, self.config.no_path_ns));
-        Box::new(MultipathQueue::<_, OwnedFd>::new(queues, settings, DEPTH, 0, None))
+        let settings = Arc::new(MultipathSettings::new(self.config.rules, self.config.no_path_ns));
+        let queue = MultipathQueue::<_, OwnedFd>::new(queues, settings, DEPTH, 0, None);
+        self.config.path_stats.borrow_mut().push(Arc::clone(queue.stats()));
+        Box::new(queue)
     }
 
     /// The process dies.

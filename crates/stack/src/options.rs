@@ -126,6 +126,8 @@ options! {
     /// Kinds of faults, as bits: cut, stall of a stream, of a path, hung target, hung device, killed target, power
     /// failure, killed daemon.
     kinds,
+    /// Whether reads are hedged.
+    hedges,
 }
 
 impl StackOptions {
@@ -149,6 +151,7 @@ impl StackOptions {
             faults: one_of(&[4, 8, 16]),
             fault_every_ms: one_of(&[100, 500, 2000, 4000]),
             kinds: one_of(&[0xff, 0xff, 0x07, 0x0f, 0x3f, 0xbf]),
+            hedges: one_of(&[0, 1]),
             mutation: Mutation::None,
         }
     }

@@ -6,7 +6,7 @@
 use std::cell::RefCell;
 use std::rc::Rc;
 
-use blkyard_mpath::PolicyKind;
+use blkyard_mpath::{HedgeConfig, PathRules, PolicyKind};
 use blkyard_mq::{DeviceInfo, FenceEvidence, QueueLimits};
 use blkyard_nvme::fabrics::Nqn;
 use blkyard_nvme::{FabricsHostConfig, QueueDemand};
@@ -57,6 +57,10 @@ pub struct StackResult {
     pub executed: u64,
     /// Writes that came to the target from connections whose host had left them.
     pub ghosts: u64,
+    /// Reads that were sent to a second path.
+    pub hedges: u64,
+    /// Those that it answered first.
+    pub hedges_won: u64,
     /// Fingerprint of all that happened.
     pub fingerprint: u64,
 }
@@ -161,7 +165,13 @@ impl StackWorld {
         let config = DaemonConfig {
             host,
             paths: options.paths as usize,
-            policy: PolicyKind::ALL[options.policy as usize % PolicyKind::ALL.len()],
+            rules: PathRules {
+                policy: PolicyKind::ALL[options.policy as usize % PolicyKind::ALL.len()],
+                // More, and sooner, than users have.
+                hedged_reads: (options.hedges > 0).then_some(HedgeConfig { one_in: 3, burst: 8, samples_min: 4 }),
+                ..PathRules::default()
+            },
+            path_stats: Rc::default(),
             waits_for_silence: options.mutation != Mutation::NoPause,
             no_path_ns: 600_000 * MS,
             io_max_ns: options.timeout_ms * MS,
@@ -441,6 +451,11 @@ impl StackWorld {
         (result.took_ns, result.longest_ns) = (self.now_ns, self.guest.longest_ns);
         result.executed = medium.executed;
         result.ghosts += self.target.as_ref().map_or(0, |target| target.ghosts);
+        let stats = self.config.path_stats.borrow();
+        for path in stats.iter().flat_map(|stats| (0..self.options.paths as usize).map(|path| stats.path(path))) {
+            result.hedges += path.hedges;
+            result.hedges_won += path.hedges_won;
+        }
         let traces = [self.network.trace(), medium.trace(), self.guest.trace(), self.now_ns];
         result.fingerprint = fold(0, traces);
         result

@@ -19,8 +19,8 @@ use std::sync::Arc;
 
 use blkyard_mem::{BufferId, RegisteredBuffer};
 use blkyard_mq::{
-    Batch, Done, Driver, RegionTable, Shortage, StreamDestination, StreamEvent, StreamId, StreamInbox, StreamService,
-    StreamSocket, TimedOut,
+    Batch, Done, Driver, HedgeDriver, RegionTable, Shortage, StreamDestination, StreamEvent, StreamId, StreamInbox,
+    StreamService, StreamSocket, TimedOut,
 };
 use blkyard_nvme::tcp::SendList;
 use blkyard_nvme::tls::TlsPsk;
@@ -383,6 +383,11 @@ impl<Cx: ?Sized + StreamService> Driver<Cx> for TcpNamespaceQueue {
 
     fn generation(&self) -> u32 {
         self.queue.association() as u32
+    }
+
+    /// Sent at the end of the next poll, like all that a poll makes.
+    fn hedges(&mut self) -> Option<&mut dyn HedgeDriver> {
+        self.queue.hedges()
     }
 
     fn deadline_ns(&self) -> Option<u64> {

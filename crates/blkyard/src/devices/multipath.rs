@@ -9,7 +9,8 @@ use std::thread::ScopedJoinHandle;
 use blkyard_attach::{AcceptNamespace, AttachError};
 use blkyard_mem::{DmaDomain, PAGE_BYTES, Region};
 use blkyard_mpath::{
-    MultipathQueue, MultipathSettings, MultipathStats, PATHS_MAX, PathCounters, PathMonitor, PolicyKind, QueuePath,
+    HedgeConfig, MultipathQueue, MultipathSettings, MultipathStats, PATHS_MAX, PathCounters, PathMonitor, PathRules,
+    PolicyKind, QueuePath,
 };
 use blkyard_mq::{DeviceInfo, Driver, QueueKind, QueueLimits, SECTOR_SHIFT};
 use blkyard_nvme::NamespaceIds;
@@ -34,7 +35,9 @@ fn open(mut spec: Spec, _: Option<MakeConnector<'_>>) -> Result<Device, DeviceEr
     let policy = spec.take_with("policy", &format!("one of {names}"), |name| name.parse().ok())?;
     let no_path_s = spec.take_number("no_path_s", 0, u64::from(u32::MAX))?.unwrap_or(NO_PATH_S);
     let is_unidentified = spec.take_switch("unidentified")?.unwrap_or(false);
-    let settings = MultipathSettings::new(policy.unwrap_or_default(), no_path_s * 1_000_000_000);
+    let hedged_reads = spec.take_switch("hedged_reads")?.unwrap_or(false).then(HedgeConfig::default);
+    let rules = PathRules { policy: policy.unwrap_or_default(), hedged_reads, ..PathRules::default() };
+    let settings = MultipathSettings::new(rules, no_path_s * 1_000_000_000);
     // The others are those of each path.
     let options = spec.take_rest();
     let paths: Vec<_> = spec.body.split(',').filter(|path| !path.is_empty()).collect();
@@ -126,6 +129,8 @@ fn add(sum: &mut PathCounters, one: &PathCounters) {
     sum.latency_ns += one.latency_ns;
     sum.in_flight += one.in_flight;
     sum.moved += one.moved;
+    sum.hedges += one.hedges;
+    sum.hedges_won += one.hedges_won;
     if one.chosen_ns > sum.chosen_ns {
         (sum.chosen_ns, sum.reason) = (one.chosen_ns, one.reason);
     }
@@ -329,7 +334,7 @@ impl DeviceOps for MultipathDevice {
     }
 
     fn describe(&self) -> String {
-        format!("{} paths, policy {}", self.paths.len(), self.settings.policy().name())
+        format!("{} paths, policy {}", self.paths.len(), self.settings.rules().policy.name())
     }
 
     fn queue(&self, kind: QueueKind, depth: usize) -> Result<DeviceQueue, DeviceError> {

@@ -32,7 +32,7 @@ pub use protocols::{
     ServedServer,
 };
 pub(crate) use queue::{QueueMaker, depth_of_all};
-pub use tracker::{LatencyTrackers, TRACKED, usual_tracker};
+pub use tracker::{LatencyTrackers, TRACKED, set_path_tracker, usual_tracker};
 pub use weight::{WeightSlot, take_weight};
 
 /// A device and the exports that serve it, as the user named them.

@@ -4,7 +4,8 @@
 //! One thread closes the windows of all devices. It takes the difference of counters that the queues have anyway, so
 //! I/O costs the same with a tracker and without. It sleeps while no tracker is on.
 //!
-//! Owned by the [`Daemon`]. A tracker decides nothing: the policies of paths measure for themselves, on their lanes.
+//! Owned by the [`Daemon`]. A tracker decides nothing: the policies of paths measure for themselves, on their lanes,
+//! and `latency` with the same settings.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -12,6 +13,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
+use blkyard::Device;
 use blkyard_mq::{DeviceInfo, DeviceTime, HwStats, LatencyWindow, OpClass, TrackerConfig};
 use blkyard_os::now_ns;
 
@@ -51,6 +53,14 @@ pub fn usual_tracker(info: &DeviceInfo) -> TrackerConfig {
     TrackerConfig {
         window_ns: if info.rotational { TrackerConfig::ROTATIONAL_WINDOW_NS } else { usual.window_ns },
         ..usual
+    }
+}
+
+/// Has the policy `latency` of a device over several paths measure as the device's tracker, or as it begins if that is
+/// off.
+pub fn set_path_tracker(device: &Device, tracker: Option<TrackerConfig>) {
+    if let Some(settings) = device.path_settings() {
+        settings.change(|rules| rules.tracker = tracker.unwrap_or_default());
     }
 }
 

@@ -102,6 +102,8 @@ fn path_node(path: DevicePath) -> PathNode {
         latency_sum_ns: counters.latency_ns,
         in_flight: counters.in_flight,
         moved: counters.moved,
+        hedges: counters.hedges,
+        hedges_won: counters.hedges_won,
         chosen: counters.reason.map(|reason| reason.name().to_owned()),
     }
 }

@@ -96,6 +96,9 @@ fn path(out: &mut String, number: usize, node: &PathNode, ios: u64) {
     if node.moved > 0 {
         words.push(format!("{} moved to others", node.moved));
     }
+    if node.hedges > 0 {
+        words.push(format!("{} hedged reads, {} of them first", node.hedges, node.hedges_won));
+    }
     words.extend(node.chosen.as_ref().map(|reason| format!("last chosen as: {reason}")));
     line(out, 1, &words.join(", "));
     if let Some(loss) = &node.loss {

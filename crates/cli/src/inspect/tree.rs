@@ -95,6 +95,12 @@ pub struct PathNode {
     pub in_flight: u64,
     /// I/Os that it gave back or failed, and that were sent again.
     pub moved: u64,
+    /// Reads that were late on another path, and that it was sent as well.
+    #[serde(default)]
+    pub hedges: u64,
+    /// Those that it answered first.
+    #[serde(default)]
+    pub hedges_won: u64,
     /// Why it was chosen last: `only path`, `best`, `unmeasured` or `probe`; unset if it never was.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub chosen: Option<String>,

@@ -47,6 +47,8 @@ pub fn between(then: &Tree, mut now: Tree, seconds: f64) -> Result<Tree, Inspect
             path.ios = path.ios.saturating_sub(before.ios);
             path.latency_sum_ns = path.latency_sum_ns.saturating_sub(before.latency_sum_ns);
             path.moved = path.moved.saturating_sub(before.moved);
+            path.hedges = path.hedges.saturating_sub(before.hedges);
+            path.hedges_won = path.hedges_won.saturating_sub(before.hedges_won);
         }
     }
     for lane in &mut now.lanes {

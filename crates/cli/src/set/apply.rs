@@ -16,7 +16,7 @@ use blkyard::scheduler::take_scheduler;
 use blkyard::spec::{Spec, SpecError, show_size};
 use blkyard::tracker::{take_tracker, tracker_options};
 use blkyard_export::{Changed, QUEUES_MAX};
-use blkyard_mpath::PolicyKind;
+use blkyard_mpath::{HedgeConfig, PolicyKind};
 use blkyard_mq::{DeviceInfo, IdlePolicy, SECTOR_SHIFT, SchedulerConfig};
 use blkyard_nvme::{AnaGroups, AnaState};
 use blkyard_os::Moves;
@@ -24,7 +24,8 @@ use blkyard_os::Moves;
 use super::size::Resize;
 use crate::control::{PartKind, Target};
 use crate::daemon::{
-    ClientRemotes, Daemon, LANES_MAX, QueueMaker, ServedDevice, ServedExport, ServedLanes, take_weight, usual_tracker,
+    ClientRemotes, Daemon, LANES_MAX, QueueMaker, ServedDevice, ServedExport, ServedLanes, set_path_tracker,
+    take_weight, usual_tracker,
 };
 use crate::inspect::show_time;
 use crate::wanted::ANA_STATES;
@@ -152,9 +153,10 @@ fn set_device(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<Stri
     let tracker = take_tracker(&mut keys, daemon.trackers.config(number), usual_tracker(made))?;
     let policies = PolicyKind::ALL.map(PolicyKind::name).join(", ");
     let policy = keys.take_with("policy", &format!("one of {policies}"), |name| name.parse::<PolicyKind>().ok())?;
+    let hedged_reads = keys.take_switch("hedged_reads")?;
     keys.finish()?;
-    if let (Some(policy), None) = (policy, served.device.path_settings()) {
-        let cause = format!("policy={} chooses among paths, and this device has one", policy.name());
+    if (policy.is_some() || hedged_reads.is_some()) && served.device.path_settings().is_none() {
+        let cause = "policy and hedged_reads are for several paths, and this device has one";
         return Err(SpecError::new(name, cause, "open it as multipath:DEVICE,DEVICE").into());
     }
     if force && size.is_none() {
@@ -206,8 +208,17 @@ fn set_device(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<Stri
         }
     }
     if let (Some(policy), Some(settings)) = (policy, served.device.path_settings()) {
-        settings.set_policy(policy);
+        settings.change(|rules| rules.policy = policy);
         done.push(format!("{name}: policy {} chooses the path of each I/O", policy.name()));
+    }
+    if let (Some(are_hedged), Some(settings)) = (hedged_reads, served.device.path_settings()) {
+        settings.change(|rules| rules.hedged_reads = are_hedged.then(HedgeConfig::default));
+        let what = if are_hedged {
+            "a read that is late on its path is sent to another one as well"
+        } else {
+            "reads are not hedged"
+        };
+        done.push(format!("{name}: {what}"));
     }
     if let Some(rate) = rate {
         served.rate.set(rate);
@@ -217,6 +228,7 @@ fn set_device(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<Stri
     // With the same settings it keeps what it has learned.
     if tracker != daemon.trackers.config(number) {
         daemon.trackers.set(number, tracker);
+        set_path_tracker(&served.device, tracker);
         let words = tracker_options(tracker).into_iter().filter_map(|(key, value)| Some(format!("{key} {}", value?)));
         let words = words.collect::<Vec<_>>().join(", ");
         done.push(match tracker {

@@ -4,6 +4,7 @@
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::path::Path;
 use std::process::Stdio;
+use std::time::Duration;
 
 use rustix::process::Signal;
 
@@ -37,7 +38,8 @@ impl Rig<'_> {
         let targets = [0, 1].map(|path| up[path].then(|| target(folder, addresses[path], path)));
         let paths = addresses.map(|address| format!("nvme-tcp://{address}/{NQN}")).join(",");
         // A hung target is to be noticed by its I/O: long enough for a load to begin, on a busy machine too.
-        let device = format!("multipath:{paths}?queues=2&keep_alive_s=5&reconnect_delay_s=1&{options}");
+        let keep_alive = if options.contains("keep_alive_s") { "" } else { "&keep_alive_s=5" };
+        let device = format!("multipath:{paths}?queues=2{keep_alive}&reconnect_delay_s=1&{options}");
         let words = ["--control", "c", "--lanes", "2", "--device", &device, "--export", "vhost-user-blk:s?queues=2"];
         let daemon = Daemon::start(folder, &words);
         Rig { folder, addresses, targets, daemon, _disk: disk }
@@ -145,6 +147,53 @@ fn a_hung_target_delays_io_and_fails_none() {
     rig.daemon.stop();
 }
 
+/// Reads everything, and verifies the data.
+const READS: [&str; 10] =
+    ["bench", "vhost-user:s", "--iodepth", "8", "--bs", "4k", "--rw", "randread", "--verify", "crc32c"];
+
+/// Begins to read everything with its data verified, and hangs a target when it has some of the reads.
+fn verified_reads_of_hung(rig: &Rig) -> Process {
+    let before = rig.ios();
+    let load = Process::spawn(program(rig.folder, &READS).stdout(Stdio::null()));
+    // By then the lane knows how long a read takes.
+    wait_until("there are reads", || rig.ios() > before + 1000);
+    rig.targets[0].as_ref().unwrap().hang();
+    load
+}
+
+#[test]
+fn hedged_reads_pass_a_hung_target_and_its_late_answers_change_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    // No path is given up for a hang.
+    let rig = Rig::start(folder.path(), "policy=queue-depth&keep_alive_s=600");
+    let words = ["bench", "vhost-user:s", "--iodepth", "8", "--bs", "4k", "--rw", "write", "--verify", "crc32c"];
+    succeed(rig.folder, &words);
+    let target = rig.targets[0].as_ref().unwrap();
+
+    let mut load = verified_reads_of_hung(&rig);
+    std::thread::sleep(Duration::from_secs(3));
+    assert!(load.is_running() && rig.count(0, "in_flight") > 0, "reads end without the target that has them");
+    target.signal(Signal::CONT);
+    finish(load);
+
+    succeed(rig.folder, &["set", "--control", "c", "device:0", "hedged_reads=on"]);
+    finish(verified_reads_of_hung(&rig));
+    let (late, won) = (rig.count(0, "in_flight"), rig.count(1, "hedges_won"));
+    assert!(
+        late > 0 && won > 0,
+        "{late} commands are at the hung target, {won} of its reads were answered by the other"
+    );
+    let text = succeed(rig.folder, &["inspect", "--control", "c"]);
+    assert!(text.contains(" hedged reads, "), "{text}");
+    let reads = rig.ios();
+    let load = Process::spawn(program(rig.folder, &READS).stdout(Stdio::null()));
+    wait_until("there are reads", || rig.ios() > reads + 1000);
+    target.signal(Signal::CONT);
+    finish(load);
+    wait_until("the late reads have ended", || rig.count(0, "in_flight") == 0);
+    rig.daemon.stop();
+}
+
 #[test]
 fn a_path_that_is_down_at_the_start_joins_when_it_comes() {
     for late in [1, 0] {
@@ -233,6 +282,29 @@ fn without_any_path_the_start_fails_with_the_reason() {
         let error = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(!output.status.success() && error.contains(&format!("cannot connect to {address}")), "{error}");
     }
+}
+
+#[test]
+fn latency_measures_as_the_tracker_of_its_device() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    // Both paths are unknown until a window ends, and the first of equals gets all.
+    let paths = "multipath:null:64M,null:64M?unidentified=on&latency_us=50";
+    let device = format!("{paths}&policy=latency&tracker=on&tracker_window_us=10000000");
+    let daemon = Daemon::start(folder, &["--control", "c", "--device", &device, "--export", "vhost-user-blk:s"]);
+    let reads = || {
+        succeed(folder, &["bench", "vhost-user:s", "--rw", "read", "--size", "4M"]);
+        let paths = inspect(folder, &[])["devices"][0]["paths"].clone();
+        [0, 1].map(|path| paths[path]["ios"].as_u64().unwrap())
+    };
+    let long = reads();
+    assert!(long[0] > 0 && long[1] == 0, "{long:?}");
+    succeed(folder, &["set", "--control", "c", "device:0", "tracker_window_us=1000"]);
+    let short = reads();
+    assert!(short[1] > 0, "{short:?}");
+    let refused = run(folder, &["set", "--control", "c", "device:0", "hedged_reads=perhaps"]);
+    assert!(!refused.status.success());
+    daemon.stop();
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! The rules of `adaptive`, over model paths in virtual time.
 
 use blkyard_mpath::{Adaptive, ChoiceReason, PathChoice, PathIo, PathPolicy, PathSet, PathState, PolicyKind};
-use blkyard_mq::OpClass;
+use blkyard_mq::{OpClass, TrackerConfig};
 use blkyard_sim::{Events, ModelPath, PathModel};
 use proptest::prelude::*;
 
@@ -72,7 +72,7 @@ fn model(latency_us: u64) -> PathModel {
 fn equal_paths_are_within_two_percent_of_round_robin() {
     for (clients, paths) in [(1, 2), (8, 2), (48, 2), (64, 3), (96, 4)] {
         let completed = |kind: PolicyKind| {
-            let mut world = World::new(kind.build(), &vec![model(140); paths], clients);
+            let mut world = World::new(kind.build(TrackerConfig::default()), &vec![model(140); paths], clients);
             world.run(500 * MS);
             world.completed as f64
         };
@@ -143,7 +143,7 @@ fn mixed_sizes(kind: PolicyKind) -> u64 {
     let mut set = PathSet::new();
     let mut paths = [link(3000), link(1500)].map(|model| ModelPath::new(model, 3));
     paths.iter().for_each(|_| assert!(set.add(PathState::default(), 0).is_some()));
-    let (mut policy, mut events) = (kind.build(), Events::default());
+    let (mut policy, mut events) = (kind.build(TrackerConfig::default()), Events::default());
     let submit = |policy: &mut Box<dyn PathPolicy>, paths: &mut [ModelPath; 2], now_ns: u64, number: u64| {
         let io = PathIo { bytes: if number.is_multiple_of(2) { 1 << 20 } else { 128 << 10 }, ..READ };
         let choice = policy.choose(&set, &io, now_ns).expect("a path is usable");

@@ -1,197 +1,15 @@
 //! A queue over several paths: order of failover, what is held and for how long, and writes that a lost path may still
 //! execute.
 
-use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
-use std::rc::Rc;
 use std::sync::Arc;
 
-use blkyard_mpath::{
-    AccessState, ChoiceReason, ConnectionState, MultipathQueue, MultipathSettings, PathMonitor, PathState, PolicyKind,
-    QueuePath,
-};
-use blkyard_mq::{
-    Batch, Bio, DeviceInfo, Done, Driver, FenceEvidence, HwQueue, HwQueueConfig, Op, QueueLimits, RegionTable, Segment,
-    Shortage, Status, Tag, TimedOut,
-};
+use blkyard_mpath::{AccessState, ChoiceReason, ConnectionState, PathState, PolicyKind};
+use blkyard_mq::{Op, Status};
 use blkyard_sim::Rng;
 
-const MS: u64 = 1_000_000;
-const NO_PATH_NS: u64 = 5_000 * MS;
-const DEPTH: usize = 16;
-
-/// A command at a path. The offset of a write's segment stands for its data.
-#[derive(Debug)]
-struct Sent {
-    tag: Tag,
-    op: Op,
-    sector: u64,
-    data: u64,
-}
-
-/// What a path does with its commands; the test has the other end.
-#[derive(Debug, Default)]
-struct Wire {
-    refuses: bool,
-    /// Commands that it takes; unset for all.
-    room: Option<usize>,
-    generation: u32,
-    sent: Vec<Sent>,
-    /// Answers to be told at the next poll: index in `sent`, and status.
-    answers: Vec<(usize, Status)>,
-    /// All commands are given back at the next poll; true if they were answered.
-    gives_back: Option<bool>,
-    late: usize,
-}
-
-#[derive(Debug)]
-struct FakePath(Rc<RefCell<Wire>>);
-
-impl<Cx: ?Sized> Driver<Cx> for FakePath {
-    fn queue_rqs(&mut self, _: &mut Cx, _: &RegionTable, batch: &mut Batch<'_>) {
-        let mut wire = self.0.borrow_mut();
-        if wire.refuses {
-            return batch.short_of(Shortage::Device);
-        }
-        while wire.room.is_none_or(|room| wire.sent.len() < room)
-            && let Some((tag, request, segments)) = batch.take()
-        {
-            let data = segments.first().map_or(0, |segment| segment.offset);
-            let (op, sector) = (request.op(), request.sector());
-            wire.sent.push(Sent { tag, op, sector, data });
-        }
-    }
-
-    fn poll(&mut self, _: &mut Cx, _: &RegionTable, done: &mut Done<'_>, _: u64) {
-        let mut wire = self.0.borrow_mut();
-        let mut answers = std::mem::take(&mut wire.answers);
-        answers.sort_unstable_by_key(|(at, _)| std::cmp::Reverse(*at));
-        for (at, status) in answers {
-            done.complete(wire.sent.remove(at).tag, status);
-        }
-        if let Some(answered) = wire.gives_back.take() {
-            // The order in which a driver gives back must not matter.
-            for sent in wire.sent.drain(..).rev() {
-                if answered { done.requeue_answered(sent.tag) } else { done.requeue(sent.tag) }
-            }
-            wire.generation += 1;
-        }
-    }
-
-    fn timed_out(&mut self, _: &mut Cx, _: &RegionTable, _: usize, _: &mut Done<'_>, _: u64) -> TimedOut {
-        self.0.borrow_mut().late += 1;
-        TimedOut::MoreTime
-    }
-
-    fn generation(&self) -> u32 {
-        self.0.borrow().generation
-    }
-}
-
-struct World {
-    wires: Vec<Rc<RefCell<Wire>>>,
-    monitors: Vec<Option<Arc<PathMonitor>>>,
-    settings: Arc<MultipathSettings>,
-    queue: HwQueue<MultipathQueue<FakePath>>,
-    now_ns: u64,
-    ended: Vec<(u64, Status)>,
-}
-
-const LOST: PathState = PathState {
-    connection: ConnectionState::Connecting,
-    access: AccessState::Optimized,
-    ana_pending: false,
-    ready: true,
-};
-
-impl World {
-    fn new(policy: PolicyKind, paths: usize, has_monitors: bool) -> World {
-        let wires: Vec<_> = (0..paths).map(|_| Rc::new(RefCell::new(Wire::default()))).collect();
-        let monitor = || has_monitors.then(|| Arc::new(PathMonitor::new(PathState::default())));
-        let monitors: Vec<_> = (0..paths).map(|_| monitor()).collect();
-        let queue_path = |(wire, monitor): (&Rc<RefCell<Wire>>, &Option<Arc<PathMonitor>>)| QueuePath {
-            driver: FakePath(Rc::clone(wire)),
-            monitor: monitor.clone(),
-            node: 0,
-        };
-        let queues = wires.iter().zip(&monitors).map(queue_path).collect();
-        let settings = Arc::new(MultipathSettings::new(policy, NO_PATH_NS));
-        let driver = MultipathQueue::new(queues, Arc::clone(&settings), DEPTH, 0, None);
-        let limits = QueueLimits { discard_sectors_max: 1024, ..QueueLimits::default() };
-        let info = DeviceInfo { capacity_sectors: 1 << 20, limits, ..DeviceInfo::default() };
-        let config = HwQueueConfig {
-            depth: DEPTH,
-            merging: blkyard_mq::Merging::Off,
-            timeout_ns: 100 * MS,
-            ..HwQueueConfig::default()
-        };
-        let queue = HwQueue::new(driver, Arc::new(info), config);
-        World { wires, monitors, settings, queue, now_ns: MS, ended: Vec::new() }
-    }
-
-    fn submit(&mut self, op: Op, sector: u64, data: u64) {
-        let mut bio = Bio::with_capacity(1);
-        (bio.op, bio.sector, bio.sectors, bio.cookie) = (op, sector, 8, sector);
-        bio.segments.push(Segment { region: 0, offset: data, len: 4096 });
-        self.queue.submit(bio);
-    }
-
-    /// A round of the lane.
-    fn turn(&mut self) {
-        self.now_ns += 1000;
-        self.queue.reap(&mut (), self.now_ns, &mut |bio| self.ended.push((bio.cookie, bio.status)));
-        self.queue.issue(&mut (), self.now_ns);
-    }
-
-    /// Rounds, at each of the queue's deadlines, up to this time.
-    fn run_until(&mut self, until_ns: u64) {
-        while self.now_ns < until_ns {
-            let due_ns = self.queue.deadline_ns::<()>().unwrap_or(until_ns);
-            self.now_ns = due_ns.clamp(self.now_ns + 1, until_ns);
-            self.turn();
-        }
-    }
-
-    fn sectors(&self, path: usize) -> Vec<u64> {
-        self.wires[path].borrow().sent.iter().map(|sent| sent.sector).collect()
-    }
-
-    fn answer(&mut self, path: usize, status: Status) {
-        let mut wire = self.wires[path].borrow_mut();
-        wire.answers = (0..wire.sent.len()).map(|at| (at, status)).collect();
-        drop(wire);
-        self.turn();
-    }
-
-    /// The connection of a path is lost: its driver gives all back, and takes nothing.
-    fn lose(&mut self, path: usize, answered: bool) {
-        let mut wire = self.wires[path].borrow_mut();
-        (wire.refuses, wire.gives_back) = (true, Some(answered));
-        drop(wire);
-        self.set_state(path, LOST);
-        self.turn();
-    }
-
-    fn restore(&mut self, path: usize) {
-        self.wires[path].borrow_mut().refuses = false;
-        self.set_state(path, PathState::default());
-    }
-
-    fn set_state(&self, path: usize, state: PathState) {
-        if let Some(monitor) = &self.monitors[path] {
-            monitor.set_state(state);
-        }
-    }
-
-    fn fence(&self, path: usize, generation: u32) {
-        self.monitors[path].as_ref().unwrap().fence(generation, FenceEvidence::AssociationEnded);
-    }
-
-    fn statuses(&mut self) -> Vec<Status> {
-        self.ended.drain(..).map(|(_, status)| status).collect()
-    }
-}
+use crate::paths::{LOST, MS, NO_PATH_NS, Sent, World};
 
 #[test]
 fn round_robin_uses_paths_in_turn_and_reports_why() {
@@ -450,7 +268,7 @@ fn policy_changes_with_io_in_flight() {
     for policy in PolicyKind::ALL {
         (0..4).for_each(|at| world.submit(Op::Read, at * 8, 0));
         world.turn();
-        world.settings.set_policy(policy);
+        world.settings.change(|rules| rules.policy = policy);
         world.turn();
         (0..2).for_each(|path| world.answer(path, Status::Ok));
         assert_eq!(world.statuses(), [Status::Ok; 4], "{policy:?}");

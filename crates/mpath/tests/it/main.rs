@@ -3,3 +3,5 @@
 
 mod adaptive;
 mod failover;
+mod hedging;
+mod paths;

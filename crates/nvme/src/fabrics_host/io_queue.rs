@@ -21,17 +21,20 @@
 //!
 //! [`FabricsHost`]: super::FabricsHost
 
+mod hedges;
+
 use std::collections::VecDeque;
 use std::sync::Arc;
 
 use blkyard_mem::{BufferAccess, Region, RegionTable, RegisteredBuffer, Segment};
-use blkyard_mq::{Batch, Done, Op, Shortage, Status, Tag, TimedOut};
+use blkyard_mq::{Batch, Done, HedgeDriver, Op, Shortage, Status, Tag, TimedOut};
 
+use self::hedges::{HEDGE_BYTES_MAX, HEDGES_MAX, HedgeSlots};
 use crate::auth::{AUTH_MESSAGE_BYTES_MAX, AuthHost, AuthStep};
 use crate::fabrics::{
     CONNECT_AUTHENTICATION, CONNECT_BYTES, ConnectCommand, ConnectData, FabricsCommand, fabrics_status,
 };
-use crate::host::Retries;
+use crate::host::{Retries, SLOT_MASK};
 use crate::tcp::{SendList, TcpDirection, TcpEnd, TcpHostEvent, TcpHostOptions, TcpHostQueue};
 use crate::{Completed, DSM_RANGE_BYTES, NvmeNamespace, NvmeStatus, PAGE, RetryDelays, Sqe};
 
@@ -40,6 +43,8 @@ const CONNECT_SLOT: u16 = 0;
 /// Pause before a retry of a request that the controller has refused because of the state of its access, ns. Five of
 /// them are the ten seconds that a transition takes at most by the defaults of targets (ANATT).
 const ACCESS_RETRY_NS: u64 = 2_000_000_000;
+/// Upper bound of slots: identifiers of commands have twelve bits for them.
+const SLOTS_MAX: u16 = SLOT_MASK + 1;
 /// Private memory of a slot: the ranges of a discard, or the data of Connect and of the authentication.
 const SLOT_BYTES: u64 = PAGE;
 
@@ -120,7 +125,8 @@ pub struct FabricsIoQueueOptions {
     pub header_digest: bool,
     /// Whether data has a digest.
     pub data_digest: bool,
-    /// Whether path errors end a request at once, for another path, instead of being retried here.
+    /// Whether it is one path of several: path errors end a request at once, for another path, instead of being retried
+    /// here, and reads may be hedged.
     pub fails_over: bool,
 }
 
@@ -158,6 +164,7 @@ pub struct FabricsIoQueue {
     memory: Arc<RegionTable>,
     /// Tags of requests in flight, by slot.
     parked: Box<[Option<Tag>]>,
+    hedges: HedgeSlots,
     retries: Retries,
     /// When Connect must be complete.
     until_ns: Option<u64>,
@@ -178,7 +185,11 @@ impl FabricsIoQueue {
     /// No memory for private data.
     pub fn new(options: FabricsIoQueueOptions, namespaces: Box<[NvmeNamespace]>) -> std::io::Result<FabricsIoQueue> {
         let depth = usize::from(options.depth);
-        let bytes = depth as u64 * SLOT_BYTES;
+        let extra = extra_slots(&options);
+        let slots = depth as u64 + u64::from(extra);
+        // One buffer for each hedge, and one for what comes for reads that were given up.
+        let buffers = if extra == 0 { 0 } else { u64::from(extra) + 1 };
+        let bytes = slots * SLOT_BYTES + buffers * u64::from(HEDGE_BYTES_MAX);
         let private_region = Region::anonymous(bytes as usize)?;
         let private = RegisteredBuffer::new(&private_region, 0, bytes, BufferAccess::ReadWrite)
             .map_err(|error| std::io::Error::other(error.to_string()))?;
@@ -193,10 +204,11 @@ impl FabricsIoQueue {
             private,
             private_region,
             memory: Arc::new(RegionTable::default()),
-            parked: (0..depth).map(|_| None).collect(),
+            parked: (0..slots).map(|_| None).collect(),
+            hedges: HedgeSlots::new(options.depth, extra),
             retries: Retries::new(options.depth, RetryDelays::default()),
             until_ns: None,
-            ended: Vec::with_capacity(depth),
+            ended: Vec::with_capacity(slots as usize),
             wants_cancel: false,
             stream_request: None,
             reports: VecDeque::with_capacity(8),
@@ -359,8 +371,10 @@ impl FabricsIoQueue {
         if self.state != FabricsQueueState::Running {
             return self.refuse(batch);
         }
-        while let Some((tag, request, segments)) = batch.take() {
-            let slot = tag.index() as u16;
+        while self.has_room()
+            && let Some((tag, request, segments)) = batch.take()
+        {
+            let slot = self.hedges.slot(tag.index());
             if !self.retries.is_empty() {
                 if !request.was_requeued() {
                     // Left by a request that was taken to another path.
@@ -437,7 +451,10 @@ impl FabricsIoQueue {
         self.retries.requeue_due(done, now_ns);
         for at in 0..self.ended.len() {
             let Completed { slot, status, .. } = self.ended[at];
-            let Some(tag) = self.parked[usize::from(slot)].take() else { continue };
+            let Some(tag) = self.parked[usize::from(slot)].take() else {
+                self.hedges.end(slot, status.is_success());
+                continue;
+            };
             if status.is_success() && self.retries.is_empty() {
                 done.complete(tag, Status::Ok);
             } else {
@@ -470,10 +487,13 @@ impl FabricsIoQueue {
     fn cancel(&mut self, done: &mut Done<'_>, now_ns: u64) {
         self.wants_cancel = false;
         let mut has_unanswered_writes = false;
-        for slot in 0..self.options.depth {
+        for slot in 0..self.queue.depth() {
             let was_sent = self.queue.was_sent(slot);
             self.queue.cancel(slot);
-            let Some(tag) = self.parked[usize::from(slot)].take() else { continue };
+            let Some(tag) = self.parked[usize::from(slot)].take() else {
+                self.hedges.end(slot, false);
+                continue;
+            };
             if was_sent {
                 has_unanswered_writes |= done.request(&tag).0.op().is_write();
                 if !self.options.fails_over {
@@ -496,6 +516,19 @@ impl FabricsIoQueue {
     #[inline]
     pub fn wants_poll(&self) -> bool {
         self.wants_cancel || !self.ended.is_empty()
+    }
+
+    /// Whether the controller has room for another command: hedges and reads given up are beyond the depth of the
+    /// hardware queue.
+    #[inline]
+    fn has_room(&self) -> bool {
+        let extra = self.hedges.used();
+        extra == 0 || self.in_flight() + extra < usize::from(self.options.depth)
+    }
+
+    /// What it offers for hedged reads, if it is a path.
+    pub fn hedges(&mut self) -> Option<&mut dyn HedgeDriver> {
+        if self.options.fails_over { Some(self) } else { None }
     }
 
     /// Requests at the connection.
@@ -650,9 +683,14 @@ impl Drop for FabricsIoQueue {
     }
 }
 
+/// Slots beyond those of tags.
+fn extra_slots(options: &FabricsIoQueueOptions) -> u16 {
+    if options.fails_over { HEDGES_MAX.min(SLOTS_MAX.saturating_sub(options.depth)) } else { 0 }
+}
+
 fn tcp_options(options: &FabricsIoQueueOptions, in_capsule: u32) -> TcpHostOptions {
     TcpHostOptions {
-        depth: options.depth,
+        depth: options.depth + extra_slots(options),
         segments_max: options.segments_max,
         in_capsule,
         header_digest: options.header_digest,

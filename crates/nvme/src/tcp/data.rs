@@ -40,6 +40,13 @@ impl CommandData {
         true
     }
 
+    /// The bytes after the cursor go to `waste` instead, which is at least as long as all.
+    pub(super) fn divert(&mut self, waste: Segment) {
+        (self.index, self.within) = (0, self.done);
+        self.segments.clear();
+        self.segments.push(Segment { len: self.bytes, ..waste });
+    }
+
     pub(super) fn clear(&mut self) {
         self.segments.clear();
         (self.bytes, self.done, self.index, self.within) = (0, 0, 0, 0);

@@ -367,6 +367,20 @@ impl TcpHostQueue {
         }
     }
 
+    /// Gives up the read in a slot: what still comes of its data goes to `waste`. It completes as any other, and until
+    /// then the slot is in use. False, and nothing is changed, while its data is being received, if it is longer than
+    /// `waste`, or no read.
+    pub fn divert(&mut self, slot: u16, waste: Segment) -> bool {
+        let is_receiving = self.receiving.is_some_and(|receiving| receiving.slot == slot);
+        let Some(entry) = self.slots.get_mut(usize::from(slot)).filter(|_| !is_receiving) else { return false };
+        let is_waiting = matches!(entry.state, HostSlotState::Queued | HostSlotState::Sent);
+        if !is_waiting || entry.direction != TcpDirection::Read || entry.data.bytes() > waste.len {
+            return false;
+        }
+        entry.data.divert(waste);
+        true
+    }
+
     /// Whether the command in a slot was handed over to be sent: the controller may execute it.
     pub fn was_sent(&self, slot: u16) -> bool {
         let entry = self.slots.get(usize::from(slot));

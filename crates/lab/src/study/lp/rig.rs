@@ -121,9 +121,9 @@ pub(crate) fn play(scene: &PathScene, chooser: Chooser, seed: u64) -> PathRun {
         set
     };
     let host = |_| match chooser {
-        Chooser::Policy(kind) => HostPolicy::Policy(kind.build()),
+        Chooser::Policy(kind) => HostPolicy::Policy(kind.build(TrackerConfig::default())),
         Chooser::Latency(config) => HostPolicy::Policy(Box::new(LatencyPolicy::new(config))),
-        Chooser::Hedged => HostPolicy::Policy(PolicyKind::Adaptive.build()),
+        Chooser::Hedged => HostPolicy::Policy(PolicyKind::Adaptive.build(TrackerConfig::default())),
         Chooser::Oracle(rule) => HostPolicy::Oracle(PathOracle::new(rule, scene.paths.len(), scene.hosts)),
         Chooser::Split(first) => HostPolicy::Split(first),
     };
