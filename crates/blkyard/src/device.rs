@@ -14,11 +14,11 @@ use std::sync::Arc;
 use blkyard_attach::{Connector, LateNamespace, TcpPeer};
 use blkyard_mem::DmaDomain;
 use blkyard_mpath::{MultipathSettings, PathCounters, PathMonitor, PathState};
-use blkyard_mq::{DeviceInfo, Driver, QueueKind, Region, SECTOR_SHIFT, TagSet};
+use blkyard_mq::{DeviceInfo, Driver, QueueCounts, QueueKind, Region, SECTOR_SHIFT, TagSet};
 use blkyard_nvme::NamespaceIds;
 use blkyard_os::Ring;
 
-use crate::devices::{KINDS, POLL_QUEUE_SCHEMES, kind_of, no_handover};
+use crate::devices::{KINDS, QUEUE_KIND_SCHEMES, kind_of, no_handover};
 use crate::spec::{Spec, SpecError};
 
 /// Why a device, or a queue of it, cannot be opened.
@@ -293,13 +293,21 @@ impl Device {
         (kind_of(KINDS, &spec)?.open)(spec, Some(Box::new(connector)))
     }
 
-    /// Has the device of this name ask for this many poll queues, if it is of a kind that has them (option
-    /// `poll_queues`) and its name does not say. Queues of kind [`QueueKind::Poll`] signal for each completion
-    /// otherwise.
-    pub fn ask_poll_queues(spec: &mut Spec, queues: usize) {
-        if queues > 0 && POLL_QUEUE_SCHEMES.contains(&&*spec.scheme) {
-            let said = spec.take("poll_queues");
-            spec.put("poll_queues", Some(said.unwrap_or_else(|| queues.to_string())));
+    /// Has the device of this name ask its controller for read and poll queues beside the default ones, if it is of a
+    /// kind that has them (options `read_queues` and `poll_queues`) and its name does not say. Without its own poll
+    /// queues, queues of kind [`QueueKind::Poll`] signal for each completion.
+    pub fn ask_queues(spec: &mut Spec, counts: QueueCounts) {
+        let has_kinds = |scheme: &str| QUEUE_KIND_SCHEMES.contains(&scheme);
+        // The options of a device over several paths are those of each path.
+        let is_asked = match &*spec.scheme {
+            "multipath" => spec.body.split(',').all(|path| path.split_once(':').is_some_and(|(it, _)| has_kinds(it))),
+            scheme => has_kinds(scheme),
+        };
+        for (key, queues) in [("read_queues", counts.read), ("poll_queues", counts.poll)] {
+            if is_asked && queues > 0 {
+                let said = spec.take(key);
+                spec.put(key, Some(said.unwrap_or_else(|| queues.to_string())));
+            }
         }
     }
 

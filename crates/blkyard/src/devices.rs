@@ -42,8 +42,8 @@ pub(crate) const KINDS: &[DeviceKind] = &[
     multipath::KIND,
 ];
 
-/// Schemes of kinds with the option `poll_queues`.
-pub(crate) const POLL_QUEUE_SCHEMES: [&str; 3] = ["vfio-user", "nvme-tcp", "pci"];
+/// Schemes of kinds with the options `read_queues` and `poll_queues`.
+pub(crate) const QUEUE_KIND_SCHEMES: [&str; 3] = ["vfio-user", "nvme-tcp", "pci"];
 
 /// One kind of device.
 pub(crate) struct DeviceKind {

@@ -151,7 +151,7 @@ impl Disk {
         let mut spec = Spec::parse(name).map_err(DeviceError::from)?;
         let scheduler = take_device_scheduler(&mut spec).map_err(DeviceError::from)?;
         let rate = take_own_rate(&mut spec).map_err(DeviceError::from)?;
-        Device::ask_poll_queues(&mut spec, config.queues.up_to(config.threads).poll);
+        Device::ask_queues(&mut spec, config.queues.up_to(config.threads));
         let device = Arc::new(Device::from_spec(spec)?);
         let info = Arc::new(device.info().clone());
         let bytes = config.buffer_bytes.saturating_mul(config.depth);

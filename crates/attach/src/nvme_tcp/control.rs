@@ -241,7 +241,11 @@ impl TcpControl {
     fn open_queue(&mut self, kind: QueueKind) -> Result<OpenedTcpQueue, AttachError> {
         let have = self.queues_max();
         self.queues.resize(self.queues.len().max(have), None);
-        let free = self.queues[..have].iter().position(Option::is_none);
+        // Preferably of its kind, as the queues are numbered: default, read, poll.
+        let ranges = self.counts().map(QueueCounts::ranges).unwrap_or_default();
+        let own = ranges[kind as usize];
+        let mut numbers = (own.first..own.first + own.count).chain(0..have);
+        let free = numbers.find(|number| self.queues[*number].is_none());
         let (Some(index), Some(namespace)) = (free, &self.namespace) else {
             let (disk, cure) =
                 (self.config.name.clone(), "raise ?queues=N if the controller has more, or use fewer lanes");

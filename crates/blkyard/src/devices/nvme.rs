@@ -19,6 +19,7 @@ use crate::spec::{Spec, SpecError};
 pub(super) struct NvmeOptions {
     namespace: Option<u64>,
     queues: Option<u64>,
+    read_queues: Option<u64>,
     poll_queues: Option<u64>,
     queue_size: Option<u64>,
     has_shadow: Option<bool>,
@@ -32,6 +33,7 @@ impl NvmeOptions {
         Ok(NvmeOptions {
             namespace: NvmeOptions::take_nsid(spec)?,
             queues: spec.take_number("queues", 1, 256)?,
+            read_queues: spec.take_number("read_queues", 0, 256)?,
             poll_queues: spec.take_number("poll_queues", 0, 256)?,
             queue_size: spec.take_number("queue_size", 2, 4095)?,
             has_shadow: spec.take_switch("shadow_doorbells")?,
@@ -79,11 +81,11 @@ impl NvmeOptions {
     pub(super) fn config(&self, name: &str) -> NamespaceConfig {
         let mut config = NamespaceConfig::new(name, Arc::new(SystemClock));
         let queues = self.queues.map_or_else(|| cpu_places().len(), |queues| queues as usize);
-        config.host.queues = QueueDemand {
-            submitters: u16::try_from(queues).unwrap_or(u16::MAX),
-            write_queues: 0,
-            poll_queues: self.poll_queues.unwrap_or(0) as u16,
-        };
+        config.host.queues = demand(
+            u16::try_from(queues).unwrap_or(u16::MAX),
+            self.read_queues.unwrap_or(0) as u16,
+            self.poll_queues.unwrap_or(0) as u16,
+        );
         if let Some(entries) = self.queue_size {
             config.host.ring_entries = entries as u16;
         }
@@ -96,6 +98,15 @@ impl NvmeOptions {
             config.options.gone_max = gone;
         }
         config
+    }
+}
+
+/// The demand for this many queues of each kind. Without read queues, reads share the default ones.
+pub(super) fn demand(default: u16, read: u16, poll: u16) -> QueueDemand {
+    match read {
+        0 => QueueDemand { submitters: default, write_queues: 0, poll_queues: poll },
+        // In terms of the NVMe driver of Linux: a read queue for each submitter.
+        read => QueueDemand { submitters: read, write_queues: default, poll_queues: poll },
     }
 }
 

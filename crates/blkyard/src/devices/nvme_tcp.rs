@@ -9,9 +9,10 @@ use blkyard_attach::{TcpNamespace, TcpNamespaceConfig, TcpPeer};
 use blkyard_mpath::PathMonitor;
 use blkyard_mq::{DeviceInfo, QueueKind, SECTOR_SHIFT};
 use blkyard_nvme::fabrics::Nqn;
-use blkyard_nvme::{FabricsHostConfig, NamespaceIds, QueueDemand};
+use blkyard_nvme::{FabricsHostConfig, NamespaceIds};
 use blkyard_os::{SystemClock, cpu_places};
 
+use super::nvme::demand;
 use super::{DeviceKind, MakeConnector, adopt_by_name};
 use crate::device::{Backing, Device, DeviceError, DeviceHandover, DeviceOps, DeviceQueue, LatePath, ReceivedDevice};
 use crate::secrets::{take_secrets, take_tls_key};
@@ -45,11 +46,11 @@ pub(crate) fn take_config(spec: &mut Spec) -> Result<TcpNamespaceConfig, SpecErr
     let (host, host_id) = host.map_or_else(|| own_host(&spec.name), |host| Ok(named_host(host)))?;
     let mut config = FabricsHostConfig::new(host, host_id, subsystem);
     let queues = spec.take_number("queues", 1, 256)?.map_or_else(|| cpu_places().len(), |queues| queues as usize);
-    config.queues = QueueDemand {
-        submitters: u16::try_from(queues).unwrap_or(u16::MAX),
-        write_queues: 0,
-        poll_queues: spec.take_number("poll_queues", 0, 256)?.unwrap_or(0) as u16,
-    };
+    config.queues = demand(
+        u16::try_from(queues).unwrap_or(u16::MAX),
+        spec.take_number("read_queues", 0, 256)?.unwrap_or(0) as u16,
+        spec.take_number("poll_queues", 0, 256)?.unwrap_or(0) as u16,
+    );
     if let Some(entries) = spec.take_number("queue_size", 2, 4095)? {
         config.queue_entries = entries as u16 + 1;
     }

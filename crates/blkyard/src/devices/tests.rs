@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use blkyard_mq::{
-    Batch, Bio, DeviceInfo, Done, Driver, HwQueue, HwQueueConfig, Op, QueueKind, RegionTable, Segment, Status,
+    Batch, Bio, DeviceInfo, Done, Driver, HwQueue, HwQueueConfig, Op, QueueCounts, QueueKind, RegionTable, Segment,
+    Status,
 };
 use blkyard_os::{Ring, RingConfig};
 
@@ -158,18 +159,22 @@ impl<Cx: ?Sized> Driver<Cx> for FilledQueue {
 }
 
 #[test]
-fn a_device_is_asked_for_poll_queues_unless_its_name_says() {
-    for (name, queues, poll_queues) in [
-        ("vfio-user:/run/x.sock", 2, Some("2")),
-        ("nvme-tcp://127.0.0.1/nqn?queues=3", 1, Some("1")),
-        ("pci:0000:01:00.0?poll_queues=4", 2, Some("4")),
-        ("vfio-user:/run/x.sock?poll_queues=0", 2, Some("0")),
-        ("vfio-user:/run/x.sock", 0, None),
-        ("vhost-user:/run/x.sock", 2, None),
-        ("disk.img", 2, None),
+fn a_device_is_asked_for_queues_of_a_kind_unless_its_name_says() {
+    for (name, [read, poll], read_queues, poll_queues) in [
+        ("vfio-user:/run/x.sock", [0, 2], None, Some("2")),
+        ("vfio-user:/run/x.sock", [3, 0], Some("3"), None),
+        ("nvme-tcp://127.0.0.1/nqn?queues=3", [2, 1], Some("2"), Some("1")),
+        ("pci:0000:01:00.0?poll_queues=4&read_queues=0", [1, 2], Some("0"), Some("4")),
+        ("vfio-user:/run/x.sock?poll_queues=0", [0, 2], None, Some("0")),
+        ("vfio-user:/run/x.sock", [0, 0], None, None),
+        ("multipath:nvme-tcp://a/nqn.x,nvme-tcp://b/nqn.x?queues=2", [1, 2], Some("1"), Some("2")),
+        ("multipath:nvme-tcp://a/nqn.x,ram:16M", [1, 2], None, None),
+        ("vhost-user:/run/x.sock", [2, 2], None, None),
+        ("disk.img", [2, 2], None, None),
     ] {
         let mut spec = Spec::parse(name).unwrap();
-        Device::ask_poll_queues(&mut spec, queues);
+        Device::ask_queues(&mut spec, QueueCounts { default: 1, read, poll });
+        assert_eq!(spec.take("read_queues").as_deref(), read_queues, "{name}");
         assert_eq!(spec.take("poll_queues").as_deref(), poll_queues, "{name}");
     }
 }

@@ -172,9 +172,12 @@ impl BenchArgs {
         self.queues.map_or((self.numjobs as usize).min(cpus), |queues| queues as usize).max(1)
     }
 
-    /// Poll queues.
-    pub(crate) fn poll_queues(&self, cpus: usize) -> usize {
-        self.poll_queues.map_or(if self.hipri { self.queues(cpus) } else { 0 }, |queues| queues as usize)
+    /// Hardware queues of each kind, no more than jobs.
+    pub(crate) fn queue_counts(&self, cpus: usize) -> QueueCounts {
+        let default = self.queues(cpus);
+        let read = self.read_queues.map_or(0, |queues| queues as usize);
+        let poll = self.poll_queues.map_or(if self.hipri { default } else { 0 }, |queues| queues as usize);
+        QueueCounts { default, read, poll }.up_to(self.numjobs as usize)
     }
 }
 
@@ -215,9 +218,6 @@ impl BenchPlan {
             let cause = format!("{} holds {blocks} blocks of {}", show_size(bytes), show_size(block_bytes.into()));
             return wrong("--size", cause, "choose a larger --size or device, a smaller --bs or fewer --numjobs");
         }
-        let queues = args.queues(cpus);
-        let read = args.read_queues.map_or(0, |queues| queues as usize);
-        let poll = args.poll_queues(cpus);
         Ok(BenchPlan {
             pattern,
             block_bytes,
@@ -225,7 +225,7 @@ impl BenchPlan {
             iodepth: args.iodepth as usize,
             batch: args.iodepth_batch as usize,
             jobs,
-            queues: QueueCounts { default: queues, read, poll }.up_to(jobs),
+            queues: args.queue_counts(cpus),
             polled: args.hipri,
             runtime_ns,
             read_percent: args.rwmixread.unwrap_or(50),

@@ -98,7 +98,7 @@ pub fn run(
     let mut spec = Spec::parse(&args.device)?;
     take_device_scheduler(&mut spec)?;
     take_own_rate(&mut spec)?;
-    Device::ask_poll_queues(&mut spec, args.poll_queues(cpu_places().len()));
+    Device::ask_queues(&mut spec, args.queue_counts(cpu_places().len()));
     let device = Device::through(spec, connector)?;
     lay_out(args, &device)?;
     let report = measure(args, &device)?;
