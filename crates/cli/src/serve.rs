@@ -250,7 +250,7 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
     let first = exports.iter().find_map(|(export, _)| export.socket.as_ref()).map(|socket| socket.path());
     let place = args.control.clone().unwrap_or_default();
     let mut control = if inherited.is_none() { place.bind(first)?.map(tracked).transpose()? } else { None };
-    let mut watch = Watch::new(exports.len());
+    let mut watch = Watch::new(exports.len(), devices.len());
     let exports_control = ControlLoop::start()?;
     let mut starts = Parts::new(stop);
     let mut served = Vec::new();

@@ -1,18 +1,28 @@
-//! Statistics lines of `serve --stats`: for each export its counters since the previous line.
+//! Statistics lines of `serve --stats`: for each export its counters since the previous line, and for each device over
+//! several paths those of its paths.
 
 use std::fmt::Write;
 use std::time::Instant;
 
-use blkyard::Device;
+use blkyard::{Device, DevicePath};
+use blkyard_mpath::PathCounters;
 use blkyard_mq::{OpClass, OpSnapshot, StatsSnapshot};
 
 use crate::daemon::{ClientWatch, Daemon};
 use crate::inspect::{op_name, show_time};
 use crate::log::say;
 
-/// The exports that are watched.
+/// The exports and devices that are watched.
 pub struct Watch {
     exports: Vec<WatchedExport>,
+    devices: Vec<WatchedPaths>,
+}
+
+/// The paths of a device; none for a device that has one.
+struct WatchedPaths {
+    /// Counters of each path at the last call.
+    before: Vec<PathCounters>,
+    at: Instant,
 }
 
 struct WatchedExport {
@@ -26,10 +36,12 @@ struct WatchedExport {
 }
 
 impl Watch {
-    /// Watches so many exports of a daemon.
-    pub fn new(exports: usize) -> Watch {
-        let begin = || WatchedExport { before: StatsSnapshot::default(), refused: 0, bounced: 0, at: Instant::now() };
-        Watch { exports: (0..exports).map(|_| begin()).collect() }
+    /// Watches so many exports and devices of a daemon.
+    pub fn new(exports: usize, devices: usize) -> Watch {
+        let at = Instant::now();
+        let export = || WatchedExport { before: StatsSnapshot::default(), refused: 0, bounced: 0, at };
+        let device = || WatchedPaths { before: Vec::new(), at };
+        Watch { exports: (0..exports).map(|_| export()).collect(), devices: (0..devices).map(|_| device()).collect() }
     }
 
     /// Prints the counters of each since the last call.
@@ -41,7 +53,49 @@ impl Watch {
                 say(format_args!("{}{state}: {line}", export.name));
             }
         }
+        for (number, (watched, served)) in self.devices.iter_mut().zip(&daemon.devices).enumerate() {
+            for line in watched.lines(&served.device.paths()) {
+                say(format_args!("device {number}, {line}"));
+            }
+        }
     }
+}
+
+impl WatchedPaths {
+    /// One line for each path since the last call.
+    fn lines(&mut self, paths: &[DevicePath]) -> Vec<String> {
+        let seconds = self.at.elapsed().as_secs_f64().max(1e-9);
+        self.at = Instant::now();
+        self.before.resize(paths.len(), PathCounters::default());
+        let ios = |(path, before): (&DevicePath, &PathCounters)| path.counters.ios.saturating_sub(before.ios);
+        let total = paths.iter().zip(&self.before).map(ios).sum();
+        let lines = paths.iter().zip(&self.before).enumerate();
+        let lines = lines.map(|(number, (path, before))| path_line(number, path, before, total, seconds)).collect();
+        self.before = paths.iter().map(|path| path.counters).collect();
+        lines
+    }
+}
+
+/// State of a path, and its counters since those before; its share is of the `total` I/Os of the device.
+fn path_line(number: usize, path: &DevicePath, before: &PathCounters, total: u64, seconds: f64) -> String {
+    let DevicePath { name, state, loss, counters } = path;
+    let ios = counters.ios.saturating_sub(before.ios);
+    let mut line = format!("path {number} {name}: {}, {:.0} IOPS", state.name(), ios as f64 / seconds);
+    if let Some(mean_ns) = counters.latency_ns.saturating_sub(before.latency_ns).checked_div(ios) {
+        let _ = write!(line, " ({} % of all), mean {}", ios * 100 / total, show_time(mean_ns));
+    }
+    let _ = write!(line, ", {} in flight", counters.in_flight);
+    let moved = counters.moved.saturating_sub(before.moved);
+    if moved > 0 {
+        let _ = write!(line, ", {moved} moved to others");
+    }
+    if let Some(reason) = counters.reason {
+        let _ = write!(line, ", last chosen as: {}", reason.name());
+    }
+    if let Some(loss) = loss {
+        let _ = write!(line, "; not connected: {loss}");
+    }
+    line
 }
 
 impl WatchedExport {

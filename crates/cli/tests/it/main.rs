@@ -39,6 +39,7 @@ mod nvme_tcp_takeover;
 mod nvme_tls;
 mod nvme_waits;
 mod output;
+mod paths;
 mod queue_kinds;
 mod serve;
 mod silence;
