@@ -283,13 +283,19 @@ impl TcpControl {
             }
             FabricsHostEvent::Retry(_) => {
                 self.has_failed = true;
-                self.set_connection(ConnectionState::Connecting);
+                // It stays lost for I/O over several paths once I/O is to fail.
+                if self.shared.monitor.state().connection != ConnectionState::Dead {
+                    self.set_connection(ConnectionState::Connecting);
+                }
                 let why = self.admin.why();
                 self.note_loss(why);
             }
-            FabricsHostEvent::FastFail => self.say(|name, held_back| {
-                tracing::error!("{name}: not connected for fast_io_fail_s: I/O fails until it is{held_back}");
-            }),
+            FabricsHostEvent::FastFail => {
+                self.set_connection(ConnectionState::Dead);
+                self.say(|name, held_back| {
+                    tracing::error!("{name}: not connected for fast_io_fail_s: I/O fails until it is{held_back}");
+                });
+            }
             FabricsHostEvent::Failed(error) => {
                 self.has_failed = true;
                 self.set_connection(ConnectionState::Dead);
