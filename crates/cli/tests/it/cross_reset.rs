@@ -26,10 +26,10 @@ use crate::tcp_host::{Answer, TcpHost};
 pub(crate) const NQN: &str = "nqn.2026-11.test:reset";
 pub(crate) const HOST: &str = "nqn.2026-11.test:host";
 /// Time that I/O may take on a path, s; and what a move to another path may add to that.
-const TIMEOUT_S: u64 = 1;
+pub(crate) const TIMEOUT_S: u64 = 1;
 const MOVE: Duration = Duration::from_millis(50);
 /// What the threads of a loaded machine may add: below all pauses of a recovery by time.
-const LOADED: Duration = Duration::from_millis(1500);
+pub(crate) const LOADED: Duration = Duration::from_millis(1500);
 
 /// A daemon with two ports for this device, and their addresses.
 pub(crate) fn two_ports(folder: &Path, device: &str) -> (Daemon, [SocketAddr; 2]) {
@@ -193,13 +193,13 @@ fn a_reset_has_failed_if_the_device_is_left_with_a_write() {
 
 /// Passes connections on until it is frozen: then it keeps them, and passes no byte on.
 #[derive(Default)]
-struct Relay {
+pub(crate) struct Relay {
     is_frozen: AtomicBool,
     bytes: AtomicU64,
 }
 
 impl Relay {
-    fn start(target: SocketAddr) -> (Arc<Relay>, SocketAddr) {
+    pub(crate) fn start(target: SocketAddr) -> (Arc<Relay>, SocketAddr) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let relay = Arc::new(Relay::default());
@@ -239,7 +239,20 @@ impl Relay {
     fn freeze_amid_io(&self) {
         let before = self.bytes.load(SeqCst);
         wait_until("there is I/O", || self.bytes.load(SeqCst) > before + (1 << 20));
-        self.is_frozen.store(true, SeqCst);
+        self.freeze(true);
+    }
+
+    pub(crate) fn freeze(&self, is_frozen: bool) {
+        self.is_frozen.store(is_frozen, SeqCst);
+    }
+
+    /// Repeats I/O until it uses the path of the relay, which may be connected later than the others.
+    pub(crate) fn use_it(&self, mut io: impl FnMut()) {
+        let mut before = u64::MAX;
+        while self.bytes.load(SeqCst) < before.saturating_add(4096) {
+            before = self.bytes.load(SeqCst);
+            io();
+        }
     }
 }
 
@@ -282,16 +295,22 @@ fn io_of_a_path_that_hangs_goes_on_within_50_ms_of_its_timeout() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     let (daemon, addresses) = two_ports(folder, "ram:16M?share=on");
+    let bound = Duration::from_secs(TIMEOUT_S) + MOVE;
     for depth in ["1", "32"] {
-        let (relay, relayed) = Relay::start(addresses[0]);
-        let words = ["--rw", "randrw", "--iodepth", depth, "--runtime", "4"];
-        let (report, text) = bench_with_hang(folder, &relay, [relayed, addresses[1]], "", &words);
-        let [reads, writes] = longest(&report);
-        let bound = Duration::from_secs(TIMEOUT_S) + MOVE;
-        println!("depth {depth}: reads took {reads:?}, writes {writes:?} at most; the bound is {bound:?}");
-        assert!(text.contains("its controller was reset by another path"), "{text}");
-        assert!(reads.max(writes) < bound + LOADED, "{reads:?} {writes:?}");
-        assert!(reads.max(writes) >= Duration::from_secs(TIMEOUT_S), "no I/O was on the path that hung");
+        let hang = || {
+            let (relay, relayed) = Relay::start(addresses[0]);
+            let words = ["--rw", "randrw", "--iodepth", depth, "--runtime", "3"];
+            let (report, text) = bench_with_hang(folder, &relay, [relayed, addresses[1]], "", &words);
+            let [reads, writes] = longest(&report);
+            println!("depth {depth}: reads took {reads:?}, writes {writes:?} at most; the bound is {bound:?}");
+            assert!(text.contains("its controller was reset by another path"), "{text}");
+            assert!(reads.max(writes) < bound + LOADED, "{reads:?} {writes:?}");
+            assert!(reads.max(writes) >= Duration::from_secs(TIMEOUT_S), "no I/O was on the path that hung");
+            reads.max(writes)
+        };
+        // Other processes of a loaded machine delay some hang; they do not make one shorter.
+        let mut hangs = (0..5).map(|_| hang());
+        assert!(hangs.any(|longest| longest < bound), "depth {depth}: each took longer than {bound:?}");
     }
     daemon.stop();
 }
@@ -309,7 +328,7 @@ fn verified_writes_survive_a_path_that_hangs() {
 }
 
 /// Has each of four blocks written with this value, or read; returns the values read.
-fn four_blocks(queue: &mut Submitter, op: Op, value: u8) -> Vec<u8> {
+pub(crate) fn four_blocks(queue: &mut Submitter, op: Op, value: u8) -> Vec<u8> {
     const BLOCK: usize = 4096;
     for block in 0..4 {
         let mut bio = Bio::with_capacity(1);
@@ -342,19 +361,14 @@ fn a_write_that_a_hung_path_delays_does_not_land_later() {
     let config = DiskConfig { threads: 1, depth: 4, buffer_bytes: 4096, queues: QueueCounts::only(1) };
     let mut disk = Disk::open(&device, config).unwrap();
     let values = disk.run(|queue| {
-        // Until the path is used that is to hang: it may be connected later than the other.
-        let mut before = u64::MAX;
-        while relay.bytes.load(SeqCst) < before.saturating_add(4096) {
-            before = relay.bytes.load(SeqCst);
-            four_blocks(queue, Op::Write, 1);
-        }
-        relay.is_frozen.store(true, SeqCst);
+        relay.use_it(|| _ = four_blocks(queue, Op::Write, 1));
+        relay.freeze(true);
         let start = Instant::now();
         four_blocks(queue, Op::Write, 2);
         assert!(start.elapsed() >= Duration::from_secs(TIMEOUT_S), "no write was on the path that hangs");
         four_blocks(queue, Op::Write, 3);
         // What the relay has kept arrives.
-        relay.is_frozen.store(false, SeqCst);
+        relay.freeze(false);
         sleep(Duration::from_millis(500));
         four_blocks(queue, Op::Read, 0)
     });

@@ -14,6 +14,7 @@ mod figures;
 mod foreign_descriptors;
 #[path = "../common/fuse.rs"]
 mod fuse;
+mod ghost_writes;
 #[path = "../common/guest.rs"]
 mod guest;
 mod hung_device;
