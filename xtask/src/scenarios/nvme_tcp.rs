@@ -31,7 +31,7 @@ pub const SCENARIOS: &[Scenario] = &[
     },
     Scenario {
         name: "nvme-tcp-target",
-        sentence: "Linux finds and verifies two disks over two ports of our target, through a discard, resets, ANA changes, a lost port and mkfs",
+        sentence: "Linux finds two disks over two ports of our target, and its fio verifies them through a discard, resets, ANA changes and a lost port; then mkfs",
         place: RunsIn::Guest,
         ours: true,
         tell: target,
@@ -182,11 +182,17 @@ fn target(ground: &ScenarioContext) -> Result<()> {
         on {second}
         ready
         until_states 'optimized '
-        load='--bs 4k --iodepth 16 --numjobs 2 --size 8m --verify crc32c'
-        for disk in 1 2; do blkyard bench file:$(disk $disk) --rw randwrite $load; done
+        # Two jobs of 4 MiB each write theirs at random, and read it back.
+        fio_on() {{
+            fio --filename=$1 --direct=1 --ioengine=libaio --thread --group_reporting --name=load --rw=randwrite \
+                --bs=4k --iodepth=16 --size=4m --numjobs=2 --offset_increment=4m --randrepeat=0 \
+                --verify=crc32c --verify_fatal=1 --output-format=terse --output=/tmp/fio-said \
+                || {{ cat /tmp/fio-said; return 1; }}
+        }}
+        for disk in 1 2; do fio_on $(disk $disk); done
         /usr/sbin/blkdiscard $(disk 2)
         echo verified
-        (while [ ! -e /tmp/enough ]; do blkyard bench file:$(disk 1) --rw randwrite $load; done) &
+        (while [ ! -e /tmp/enough ]; do fio_on $(disk 1) || exit 1; done) &
         loads=$!
         for n in 1 2 3; do
             for control in /sys/class/nvme/nvme*/reset_controller; do echo 1 >$control; sleep 0.3; done
