@@ -42,6 +42,7 @@ mod nvme_waits;
 mod output;
 mod paths;
 mod queue_kinds;
+mod registered;
 mod serve;
 mod silence;
 mod streams;
