@@ -59,7 +59,7 @@ use self::rings::{CompletionRing, SubmissionRing};
 pub use self::snapshot::{ControllerSnapshot, SnapshotError};
 use crate::doorbell::{Doorbells, ShadowDoorbells};
 use crate::registers as reg;
-use crate::{DataWalker, DiscoveryLog, DmaMap, IdentifyController, NvmeStatus};
+use crate::{DataWalker, DiscoveryLog, DmaMap, DmaRights, IdentifyController, NvmeStatus};
 
 /// Maximum admin commands executed by one call of [`Controller::poll`], since the thread has other work.
 const COMMANDS_MAX: usize = 64;
@@ -498,8 +498,10 @@ impl Controller {
         }
         let sq = self.sqs.get(usize::from(sqid)).and_then(Option::as_ref);
         let cq = sq.and_then(|sq| self.cqs[usize::from(sq.cqid)].as_ref());
-        let is_mapped = |(addr, bytes): RingRange| self.memory.map().view(addr, bytes).is_some();
-        let are_rings = sq.zip(cq).is_some_and(|(sq, cq)| is_mapped(sq.ring) && is_mapped(cq.ring));
+        let is_mapped = |(addr, bytes): RingRange, access| self.memory.map().view(addr, bytes, access).is_some();
+        let are_rings = sq.zip(cq).is_some_and(|(sq, cq)| {
+            is_mapped(sq.ring, DmaRights::ReadOnly) && is_mapped(cq.ring, DmaRights::WriteOnly)
+        });
         are_rings && self.doorbells.are_mapped(sqid)
     }
 

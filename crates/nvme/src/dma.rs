@@ -21,6 +21,26 @@ pub struct DmaSegment {
     pub len: u64,
 }
 
+/// How a controller accesses memory of the host, or may do so.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DmaRights {
+    /// Reads it.
+    ReadOnly,
+    /// Writes it.
+    WriteOnly,
+    /// Reads and writes it.
+    #[default]
+    ReadWrite,
+}
+
+impl DmaRights {
+    /// Whether they include this access.
+    #[inline]
+    fn allow(self, access: DmaRights) -> bool {
+        self == DmaRights::ReadWrite || self == access
+    }
+}
+
 /// A part of a region with its bus addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DmaRange {
@@ -81,18 +101,26 @@ pub enum DmaMapError {
 pub struct DmaMap {
     table: Arc<RegionTable>,
     /// Sorted by address.
-    ranges: Vec<DmaRange>,
+    ranges: Vec<(DmaRange, DmaRights)>,
     /// The same, sorted by region and offset.
     by_region: Vec<DmaRange>,
 }
 
 impl DmaMap {
-    /// A map of these ranges, in any order.
+    /// A map of these ranges, in any order, which the controller reads and writes.
     ///
     /// # Errors
     /// See [`DmaMapError`].
-    pub fn new(table: Arc<RegionTable>, mut ranges: Vec<DmaRange>) -> Result<DmaMap, DmaMapError> {
-        for range in &ranges {
+    pub fn new(table: Arc<RegionTable>, ranges: Vec<DmaRange>) -> Result<DmaMap, DmaMapError> {
+        DmaMap::with_rights(table, ranges.into_iter().map(|range| (range, DmaRights::ReadWrite)).collect())
+    }
+
+    /// The same with the controller's rights for each range.
+    ///
+    /// # Errors
+    /// See [`DmaMapError`].
+    pub fn with_rights(table: Arc<RegionTable>, mut ranges: Vec<(DmaRange, DmaRights)>) -> Result<DmaMap, DmaMapError> {
+        for (range, _) in &ranges {
             if range.len == 0 || (range.addr | range.len | range.offset) & (PAGE - 1) != 0 {
                 return Err(DmaMapError::Unaligned(range.addr));
             }
@@ -104,11 +132,11 @@ impl DmaMap {
                 return Err(DmaMapError::OutsideRegion(range.addr));
             }
         }
-        ranges.sort_unstable_by_key(|range| range.addr);
-        if let Some(pair) = ranges.windows(2).find(|pair| pair[0].addr + pair[0].len > pair[1].addr) {
+        ranges.sort_unstable_by_key(|(range, _)| range.addr);
+        let mut by_region: Vec<_> = ranges.iter().map(|(range, _)| *range).collect();
+        if let Some(pair) = by_region.windows(2).find(|pair| pair[0].addr + pair[0].len > pair[1].addr) {
             return Err(DmaMapError::Overlap(pair[1].addr));
         }
-        let mut by_region = ranges.clone();
         by_region.sort_unstable_by_key(|range| (range.region, range.offset));
         Ok(DmaMap { table, ranges, by_region })
     }
@@ -121,7 +149,7 @@ impl DmaMap {
     /// The regions with an address.
     pub(crate) fn regions(&self) -> RegionSet {
         let mut regions = RegionSet::default();
-        self.ranges.iter().for_each(|range| regions.add(range.region));
+        self.ranges.iter().for_each(|(range, _)| regions.add(range.region));
         regions
     }
 
@@ -135,22 +163,23 @@ impl DmaMap {
         (skip < range.len && u64::from(segment.len) <= range.len - skip).then(|| range.addr + skip)
     }
 
-    /// The mapped bytes from `addr` on in one range, at most `len`; `None` if the address is not mapped.
+    /// The mapped bytes from `addr` on in one range, at most `len`; `None` if the address is not mapped for this
+    /// access.
     #[inline]
-    pub fn segment(&self, addr: u64, len: u32) -> Option<Segment> {
-        let after = self.ranges.partition_point(|range| range.addr <= addr);
-        let range = self.ranges[..after].last()?;
+    pub fn segment(&self, addr: u64, len: u32, access: DmaRights) -> Option<Segment> {
+        let after = self.ranges.partition_point(|(range, _)| range.addr <= addr);
+        let (range, rights) = self.ranges[..after].last()?;
         let skip = addr - range.addr;
-        if skip >= range.len {
+        if skip >= range.len || !rights.allow(access) {
             return None;
         }
         let len = (range.len - skip).min(u64::from(len)) as u32;
         Some(Segment { region: range.region, offset: range.offset + skip, len })
     }
 
-    /// The bytes from `addr` as shared fields; `None` if they are not mapped contiguously.
-    pub fn view(&self, addr: u64, len: usize) -> Option<View> {
-        let segment = self.segment(addr, u32::try_from(len).ok()?)?;
+    /// The bytes from `addr` as shared fields; `None` if they are not mapped contiguously for this access.
+    pub fn view(&self, addr: u64, len: usize, access: DmaRights) -> Option<View> {
+        let segment = self.segment(addr, u32::try_from(len).ok()?, access)?;
         let region = self.table.region(segment.region).filter(|_| segment.len as usize == len)?;
         View::new(Arc::clone(region), segment.offset, len, SHARED_ALIGN)
     }
@@ -163,12 +192,12 @@ impl DmaMap {
         (DmaMap { table: Arc::new(table), ..self.clone() }, number)
     }
 
-    /// Copies bytes from `addr` on, each read once. Returns whether all are mapped.
+    /// Copies bytes from `addr` on, each read once. Returns whether all are mapped and may be read.
     #[must_use]
     pub fn read(&self, mut addr: u64, mut bytes: &mut [u8]) -> bool {
         while !bytes.is_empty() {
             let len = u32::try_from(bytes.len()).unwrap_or(u32::MAX);
-            let Some(segment) = self.segment(addr, len) else { return false };
+            let Some(segment) = self.segment(addr, len, DmaRights::ReadOnly) else { return false };
             let Some(span) = self.table.resolve_region(segment) else { return false };
             let (now, rest) = bytes.split_at_mut(span.len());
             span.copy_to_slice(now);
@@ -183,6 +212,8 @@ impl DmaMap {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const READ: DmaRights = DmaRights::ReadOnly;
 
     fn map(ranges: &[(u64, u64, u32, u64)]) -> Result<DmaMap, DmaMapError> {
         let regions = vec![Region::anonymous(0x4000).unwrap(), Region::anonymous(0x4000).unwrap()];
@@ -202,14 +233,14 @@ mod tests {
             [(0x1000, 1, 0x1000, 0x3000), (0x1234, 1, 0x1234, 8), (0x8fff, 1, 0xfff, 1), (0x9000, 0, 0x3000, 0x1000)]
         {
             let segment = Segment { region, offset, len };
-            assert_eq!((map.addr(segment), map.segment(addr, len)), (Some(addr), Some(segment)));
+            assert_eq!((map.addr(segment), map.segment(addr, len, READ)), (Some(addr), Some(segment)));
         }
         for (region, offset, len) in [(0, 0x2fff, 1), (0, 0x3fff, 2), (1, 0xfff, 2), (2, 0, 1), (1, 0x4000, 1)] {
             assert_eq!(map.addr(Segment { region, offset, len }), None, "{region} {offset:#x} {len}");
         }
-        assert_eq!(map.segment(0x8ff0, 0x100).unwrap().len, 0x10, "cut where the range ends");
+        assert_eq!(map.segment(0x8ff0, 0x100, READ).unwrap().len, 0x10, "cut where the range ends");
         for addr in [0, 0xfff, 0x4000, 0x7fff, 0xa000, u64::MAX] {
-            assert_eq!(map.segment(addr, 1), None, "{addr:#x}");
+            assert_eq!(map.segment(addr, 1, READ), None, "{addr:#x}");
         }
     }
 
@@ -222,6 +253,27 @@ mod tests {
         assert!(map.read(0x1ffe, &mut bytes));
         assert_eq!(bytes, [1, 2, 3, 4]);
         assert!(!map.read(0x2ffe, &mut bytes) && !map.read(0x5000, &mut bytes));
+    }
+
+    #[test]
+    fn memory_is_found_for_the_access_that_its_range_allows() {
+        use DmaRights::{ReadOnly, ReadWrite, WriteOnly};
+        let table = Arc::new(RegionTable::new(vec![Region::anonymous(0x4000).unwrap()]));
+        let range = |page: u64| DmaRange { addr: page << 12, len: 0x1000, region: 0, offset: page << 12 };
+        let ranges = vec![(range(2), ReadWrite), (range(0), ReadOnly), (range(1), WriteOnly)];
+        let map = DmaMap::with_rights(table, ranges).unwrap();
+        for (access, found) in [
+            (ReadOnly, [true, false, true, false]),
+            (WriteOnly, [false, true, true, false]),
+            (ReadWrite, [false, false, true, false]),
+        ] {
+            let segment = |page: u64| map.segment(page << 12, 8, access).is_some();
+            let view = |page: u64| map.view(page << 12, 16, access).is_some();
+            assert_eq!([0, 1, 2, 3].map(segment), found, "{access:?}");
+            assert_eq!([0, 1, 2, 3].map(view), found, "{access:?}");
+        }
+        let reads = |addr: u64| map.read(addr, &mut [0; 16]);
+        assert_eq!([0, 0xff8, 0x1000, 0x1ff8, 0x2000].map(reads), [true, false, false, false, true]);
     }
 
     #[test]

@@ -66,7 +66,7 @@ pub use discovery::{
     DISCOVERY_ENTRIES_MAX, DISCOVERY_ENTRY_BYTES, DISCOVERY_LOG, DISCOVERY_PORT, DiscoveredLog, DiscoveryEntry,
     DiscoveryError, DiscoveryHeader, DiscoveryKind, DiscoveryLog, SecureChannel,
 };
-pub use dma::{DmaMap, DmaMapError, DmaRange, DmaSegment, RegionSet};
+pub use dma::{DmaMap, DmaMapError, DmaRange, DmaRights, DmaSegment, RegionSet};
 pub use doorbell::{Doorbells, ShadowDoorbells};
 pub use fabrics_host::{
     DISCOVERY_SERVICES_MAX, DiscoveryService, DiscoveryWalk, FabricsConnect, FabricsData, FabricsHost, FabricsHostAuth,

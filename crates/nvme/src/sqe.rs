@@ -1,5 +1,7 @@
 //! The submission queue entry: opcodes, and the fields of the commands that a block driver sends.
 
+use crate::DmaRights;
+
 /// Bytes of a submission queue entry.
 pub const SQE_BYTES: usize = 64;
 /// Bytes of one range of a Dataset Management command.
@@ -296,6 +298,16 @@ impl Sqe {
     #[inline]
     pub const fn opcode(&self) -> u8 {
         self.0[0] as u8
+    }
+
+    /// Access of a controller to the data, by bits 0 and 1 of the opcode. A command without data has none.
+    #[inline]
+    pub(crate) const fn data_access(&self) -> DmaRights {
+        match self.opcode() & 3 {
+            2 => DmaRights::WriteOnly,
+            3 => DmaRights::ReadWrite,
+            _ => DmaRights::ReadOnly,
+        }
     }
 
     /// Bits 0 and 1 of the flags: fused operation.

@@ -7,7 +7,7 @@
 use blkyard_mem::Segment;
 
 use crate::lists::{SGL_BYTES, sgl};
-use crate::{DmaMap, NvmeStatus, PAGE, Psdt, SGL_DESCRIPTORS_MAX, Sqe};
+use crate::{DmaMap, DmaRights, NvmeStatus, PAGE, Psdt, SGL_DESCRIPTORS_MAX, Sqe};
 
 const PAGE_BYTES: usize = PAGE as usize;
 const PRP_BYTES: usize = 8;
@@ -26,6 +26,8 @@ pub struct DataWalker {
 /// Segments of one command during a walk.
 struct FoundData<'a> {
     map: &'a DmaMap,
+    /// Access of the controller to the data.
+    access: DmaRights,
     segments: &'a mut Vec<Segment>,
 }
 
@@ -33,7 +35,7 @@ impl FoundData<'_> {
     /// Appends the bytes at an address.
     fn push(&mut self, mut addr: u64, mut len: u32) -> Result<(), NvmeStatus> {
         while len > 0 {
-            let piece = self.map.segment(addr, len).ok_or(refused(NvmeStatus::DATA_TRANSFER_ERROR))?;
+            let piece = self.map.segment(addr, len, self.access).ok_or(refused(NvmeStatus::DATA_TRANSFER_ERROR))?;
             addr = addr.wrapping_add(u64::from(piece.len));
             len -= piece.len;
             match self.segments.last_mut() {
@@ -63,7 +65,8 @@ impl DataWalker {
         (self.bytes_max / PAGE) as usize + 2 * SGL_DESCRIPTORS_MAX
     }
 
-    /// Replaces `segments` by those of a command's data, which is `bytes` long. Contiguous segments are joined.
+    /// Replaces `segments` by those of a command's data, which is `bytes` long. Contiguous segments are joined. Memory
+    /// without the right for the direction of the data is treated as unmapped.
     ///
     /// # Errors
     /// The status to complete the command with. The content of `segments` is unspecified then.
@@ -72,7 +75,7 @@ impl DataWalker {
         if bytes > self.bytes_max {
             return Err(refused(NvmeStatus::INVALID_FIELD));
         }
-        let mut found = FoundData { map, segments };
+        let mut found = FoundData { map, access: sqe.data_access(), segments };
         match sqe.psdt() {
             Some(Psdt::Prp) => self.prp(sqe.data(), bytes, &mut found),
             Some(Psdt::Sgl | Psdt::SglMetadata) if self.takes_sgl => self.sgl(sqe.data(), bytes, &mut found),

@@ -4,15 +4,16 @@
 //! others are mapped and unmapped. A mapping that is removed keeps its slot, without an address, until no request
 //! names it.
 //!
-//! A mapping without a descriptor, or without both read and write permission, is accepted but not mapped. A command
-//! that uses it fails with Data Transfer Error or Invalid Field, as for an unmapped address.
+//! A mapping with the permission to read or write only is used for that. A mapping without a descriptor, without
+//! permissions, or of a file that may only be read, is accepted but not mapped. A command that uses memory without the
+//! permission or mapping fails with Data Transfer Error or Invalid Field, as for an unmapped address.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use blkyard_mem::{EXPORT_REGIONS_MAX, MapError, Region, RegionTable};
-use blkyard_nvme::{DmaMap, DmaRange, RegionSet};
+use blkyard_nvme::{DmaMap, DmaRange, DmaRights, RegionSet};
 use blkyard_wire::vfio_user::{DmaMapFlags, DmaMapRequest, DmaUnmapRequest};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
@@ -61,6 +62,9 @@ pub(crate) struct DmaMappingSnapshot {
     size: u64,
     /// Offset in the file; unset if the mapping is accepted but not mapped.
     offset: Option<u64>,
+    /// Permissions as the client gave them, if not both.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    flags: Option<u32>,
 }
 
 /// A mapping; the region is unset if the mapping is accepted but not mapped.
@@ -68,6 +72,7 @@ pub(crate) struct DmaMappingSnapshot {
 struct DmaSlot {
     address: u64,
     size: u64,
+    rights: DmaRights,
     region: Option<Arc<Region>>,
     /// Slot of its region, from [`FIRST_SLOT`] on.
     number: usize,
@@ -91,13 +96,21 @@ impl DmaSlots {
         if self.0.iter().any(|slot| address < slot.address + slot.size && slot.address < end) {
             return Err(DmaError::Overlap(address));
         }
-        let file = file.filter(|_| flags.contains(DmaMapFlags::READ | DmaMapFlags::WRITE));
-        let region = file.map(|file| Region::map_file(file.as_fd(), offset, size)).transpose();
+        let rights = rights_of(flags);
+        // Mapped for both in this process: other devices that get the memory expect that.
+        let map = |file: OwnedFd| match Region::map_file(file.as_fd(), offset, size) {
+            Err(MapError::System(error)) if error.kind() == io::ErrorKind::PermissionDenied && !flags.is_all() => {
+                Ok(None)
+            }
+            mapped => mapped.map(Some),
+        };
+        let region = file.filter(|_| rights.is_some()).map_or(Ok(None), map);
         let region = region.map_err(|source| DmaError::Map { address, source })?;
+        let rights = rights.unwrap_or_default();
         let mut slots = self.0.clone();
         let is_free = |number: &usize| slots.iter().all(|slot| slot.number != *number);
         let number = (FIRST_SLOT..=MAPS_MAX).find(is_free).ok_or(DmaError::TooMany)?;
-        slots.push(DmaSlot { address, size, region, number, is_leaving: false });
+        slots.push(DmaSlot { address, size, rights, region, number, is_leaving: false });
         Ok(DmaSlots(slots))
     }
 
@@ -140,14 +153,15 @@ impl DmaSlots {
 
     /// Saves the mappings, and adds duplicates of their files.
     pub(crate) fn snapshot(&self, files: &mut Vec<OwnedFd>) -> io::Result<Vec<DmaMappingSnapshot>> {
-        let save = |&DmaSlot { address, size, ref region, .. }: &DmaSlot| {
+        let save = |&DmaSlot { address, size, rights, ref region, .. }: &DmaSlot| {
             let file = region.as_ref().and_then(|region| region.file());
             let file = file.map(|(file, offset)| Ok::<_, io::Error>((file.try_clone_to_owned()?, offset)));
             let offset = file.transpose()?.map(|(file, offset)| {
                 files.push(file);
                 offset
             });
-            Ok(DmaMappingSnapshot { address, size, offset })
+            let flags = (rights != DmaRights::ReadWrite).then(|| flags_of(rights).bits());
+            Ok(DmaMappingSnapshot { address, size, offset, flags })
         };
         self.0.iter().map(save).collect()
     }
@@ -158,8 +172,8 @@ impl DmaSlots {
         files: &mut impl Iterator<Item = OwnedFd>,
     ) -> Result<DmaSlots, String> {
         let mut slots = DmaSlots::default();
-        for &DmaMappingSnapshot { address, size, offset } in saved {
-            let flags = DmaMapFlags::READ | DmaMapFlags::WRITE;
+        for &DmaMappingSnapshot { address, size, offset, flags } in saved {
+            let flags = flags.map_or(DmaMapFlags::all(), DmaMapFlags::from_bits_truncate);
             let request = DmaMapRequest { flags, offset: offset.unwrap_or(0), address, size };
             let file = offset.map(|_| files.next().ok_or("descriptors are missing")).transpose()?;
             slots = slots.with(&request, file).map_err(|error| error.to_string())?;
@@ -180,15 +194,61 @@ impl DmaSlots {
     /// The memory as the controller accesses it. Slot 0 is empty, for its own memory.
     pub(crate) fn map(&self) -> DmaMap {
         let (mut table, mut ranges) = (vec![None; FIRST_SLOT], Vec::with_capacity(self.0.len()));
-        for &DmaSlot { address, size, ref region, number, is_leaving } in &self.0 {
+        for &DmaSlot { address, size, rights, ref region, number, is_leaving } in &self.0 {
             let Some(region) = region else { continue };
             table.resize(table.len().max(number + 1), None);
             table[number] = Some(Arc::clone(region));
             if !is_leaving {
-                ranges.push(DmaRange { addr: address, len: size, region: number as u32, offset: 0 });
+                let range = DmaRange { addr: address, len: size, region: number as u32, offset: 0 };
+                ranges.push((range, rights));
             }
         }
         let table = Arc::new(RegionTable::of_slots(table));
-        DmaMap::new(table, ranges).unwrap_or_else(|error| unreachable!("each mapping was checked: {error}"))
+        DmaMap::with_rights(table, ranges).unwrap_or_else(|error| unreachable!("each mapping was checked: {error}"))
+    }
+}
+
+/// Rights of the controller by a client's permissions, if there are any.
+fn rights_of(flags: DmaMapFlags) -> Option<DmaRights> {
+    match (flags.contains(DmaMapFlags::READ), flags.contains(DmaMapFlags::WRITE)) {
+        (true, true) => Some(DmaRights::ReadWrite),
+        (true, false) => Some(DmaRights::ReadOnly),
+        (false, true) => Some(DmaRights::WriteOnly),
+        (false, false) => None,
+    }
+}
+
+/// The permissions for which [`rights_of`] gives these rights.
+fn flags_of(rights: DmaRights) -> DmaMapFlags {
+    match rights {
+        DmaRights::ReadWrite => DmaMapFlags::all(),
+        DmaRights::ReadOnly => DmaMapFlags::READ,
+        DmaRights::WriteOnly => DmaMapFlags::WRITE,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn saved_mappings_keep_their_rights() {
+        let mut slots = DmaSlots::default();
+        for flags in 0..=3 {
+            let (flags, region) = (DmaMapFlags::from_bits_truncate(flags), Region::shared(0x1000).unwrap());
+            let address = u64::from(flags.bits()) << 12;
+            let file = region.file().map(|(file, _)| file.try_clone_to_owned().unwrap());
+            slots = slots.with(&DmaMapRequest { flags, offset: 0, address, size: 0x1000 }, file).unwrap();
+        }
+        let mut files = Vec::new();
+        let saved = slots.snapshot(&mut files).unwrap();
+        assert_eq!((files.len(), saved[3].flags), (3, None), "both are the usual case");
+        let restored = DmaSlots::restore(&saved, &mut files.into_iter()).unwrap().map();
+        for (access, found) in
+            [(DmaRights::ReadOnly, [false, true, false, true]), (DmaRights::WriteOnly, [false, false, true, true])]
+        {
+            let is_found = |page: u64| restored.segment(page << 12, 8, access).is_some();
+            assert_eq!([0, 1, 2, 3].map(is_found), found, "{access:?}");
+        }
     }
 }

@@ -254,7 +254,11 @@ pub fn read(region: u32, offset: u64, count: u32) -> VfioRequest<'static> {
 }
 
 pub fn map(address: u64, size: u64, offset: u64) -> VfioRequest<'static> {
-    let flags = DmaMapFlags::READ | DmaMapFlags::WRITE;
+    map_for(DmaMapFlags::all(), address, size, offset)
+}
+
+/// The same with these permissions of the server.
+pub fn map_for(flags: DmaMapFlags, address: u64, size: u64, offset: u64) -> VfioRequest<'static> {
     VfioRequest::DmaMap(DmaMapRequest { flags, offset, address, size })
 }
 

@@ -33,6 +33,7 @@ mod vfio_user_hostile;
 mod vfio_user_maps;
 mod vfio_user_on_demand;
 mod vfio_user_pci;
+mod vfio_user_rights;
 mod vfio_user_waits;
 
 /// Counts the allocations of each thread.

@@ -1,6 +1,6 @@
 //! An invalid vfio-user client: each message gets its errno or closes the connection, and the next client is served.
 
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::{Release, SeqCst};
@@ -35,7 +35,7 @@ fn unmap(address: u64, size: u64) -> VfioRequest<'static> {
 }
 
 /// Checks that the session continues: the version register says NVMe 2.0.
-fn assert_served(client: &mut RawClient) {
+pub(crate) fn assert_served(client: &mut RawClient) {
     let version = client.call(&read(0, 8, 4), &[]).unwrap();
     assert_eq!(version[16..], [0, 0, 2, 0]);
 }
@@ -388,6 +388,12 @@ fn a_silent_host_loses_its_controller_in_time() {
 
 /// The doorbells that a client has mapped.
 fn shared_doorbells(client: &mut RawClient) -> View {
+    let file = doorbell_file(client);
+    View::new(Region::map_file(file.as_fd(), 0x1000, 0x1000).unwrap(), 0, 0x1000, 4096).unwrap()
+}
+
+/// The file that holds the doorbells, from offset 1000h on.
+pub(crate) fn doorbell_file(client: &mut RawClient) -> OwnedFd {
     let info = |argsz| VfioRequest::DeviceGetRegionInfo { argsz, index: 0 };
     let cut = client.call(&info(32), &[]).unwrap();
     let word = |bytes: &[u8], at: usize| u32::from_ne_bytes(bytes[at..at + 4].try_into().unwrap());
@@ -398,8 +404,7 @@ fn shared_doorbells(client: &mut RawClient) -> View {
     assert_eq!((whole.len(), word(&whole, 0), word(&whole, 4), word(&whole, 12)), (64, 64, 15, 32));
     // One area, at the doorbells.
     assert_eq!((word(&whole, 40), word(&whole, 48), word(&whole, 56)), (1, 0x1000, 0x1000));
-    let file = client.take_descriptor().expect("the file comes with it");
-    View::new(Region::map_file(file.as_fd(), 0x1000, 0x1000).unwrap(), 0, 0x1000, 4096).unwrap()
+    client.take_descriptor().expect("the file comes with it")
 }
 
 #[test]

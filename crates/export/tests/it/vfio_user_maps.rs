@@ -31,8 +31,8 @@ fn unmap(address: u64, size: u64) -> VfioRequest<'static> {
 }
 
 /// A host with one I/O queue, whose commands transfer a block.
-struct IoHost {
-    host: AdminHost,
+pub(crate) struct IoHost {
+    pub(crate) host: AdminHost,
     cid: u16,
     tail: u32,
     head: u32,
@@ -40,7 +40,7 @@ struct IoHost {
 }
 
 impl IoHost {
-    fn new(world: &NvmeWorld) -> IoHost {
+    pub(crate) fn new(world: &NvmeWorld) -> IoHost {
         let mut host = AdminHost::enable(world);
         assert_eq!(host.admin(Sqe::create_cq(1, ENTRIES, page(3), None)), Some(0));
         assert_eq!(host.admin(Sqe::create_sq(1, ENTRIES, page(2), 1)), Some(0));
@@ -49,7 +49,10 @@ impl IoHost {
 
     /// Starts a command with the block at this address.
     fn begin(&mut self, opcode: u8, nsid: u32, data: u64) {
-        let sqe = Sqe::with_blocks(opcode, nsid, 0, 1, 0).with_data(Psdt::Prp, [data, 0]);
+        self.begin_command(Sqe::with_blocks(opcode, nsid, 0, 1, 0).with_data(Psdt::Prp, [data, 0]));
+    }
+
+    fn begin_command(&mut self, sqe: Sqe) {
         self.cid += 1;
         self.host.put(2, self.tail, sqe.with_cid(self.cid));
         self.tail = (self.tail + 1) % ENTRIES;
@@ -70,7 +73,13 @@ impl IoHost {
         NvmeStatus(u16::from_le_bytes(word) >> 1)
     }
 
-    fn io(&mut self, opcode: u8, nsid: u32, data: u64) -> NvmeStatus {
+    /// The status of a command, which is the only one in flight.
+    pub(crate) fn run(&mut self, sqe: Sqe) -> NvmeStatus {
+        self.begin_command(sqe);
+        self.end()
+    }
+
+    pub(crate) fn io(&mut self, opcode: u8, nsid: u32, data: u64) -> NvmeStatus {
         self.begin(opcode, nsid, data);
         self.end()
     }
@@ -101,11 +110,11 @@ impl IoHost {
 }
 
 /// Address of a page of the rings' memory.
-fn page(number: u64) -> u64 {
+pub(crate) fn page(number: u64) -> u64 {
     AdminHost::BASE + number * 0x1000
 }
 
-const UNMAPPED: NvmeStatus = NvmeStatus::DATA_TRANSFER_ERROR.with_dnr();
+pub(crate) const UNMAPPED: NvmeStatus = NvmeStatus::DATA_TRANSFER_ERROR.with_dnr();
 
 /// Two namespaces, one of which is slow, with a hardware queue for each queue or for all.
 fn worlds() -> impl Iterator<Item = (NvmeWorld, Arc<Gate>, Arc<Gate>)> {

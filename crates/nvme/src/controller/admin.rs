@@ -17,7 +17,8 @@ use crate::cross_reset::{CROSS_RESET_NOTICES, REMOVE_COMPLETED};
 use crate::doorbell::ShadowDoorbells;
 use crate::registers::ControllerConfig;
 use crate::{
-    ANA_LOG, CROSS_RESET_LOG, ControllerInstance, IDENTIFY_BYTES, IdentifyNamespace, NvmeStatus, PAGE, Sqe, admin, cns,
+    ANA_LOG, CROSS_RESET_LOG, ControllerInstance, DmaRights, IDENTIFY_BYTES, IdentifyNamespace, NvmeStatus, PAGE, Sqe,
+    admin, cns,
 };
 
 /// Entry sizes required in CC before queues are created, as powers of two.
@@ -390,7 +391,7 @@ impl Controller {
 
     /// The two pages of shadow doorbells, if mapped.
     pub(super) fn shadow_at(&self, doorbells: u64, events: u64) -> Option<ShadowDoorbells> {
-        let page = |addr| self.memory.map().view(addr, PAGE as usize);
+        let page = |addr| self.memory.map().view(addr, PAGE as usize, DmaRights::ReadWrite);
         Some(ShadowDoorbells { doorbells: page(doorbells)?, events: page(events)? })
     }
 

@@ -10,7 +10,7 @@ use blkyard_mem::View;
 use serde::{Deserialize, Serialize};
 
 use crate::doorbell::{Doorbell, Doorbells};
-use crate::{CQE_BYTES, Cqe, DmaMap, NvmeStatus, SQE_BYTES, Sqe};
+use crate::{CQE_BYTES, Cqe, DmaMap, DmaRights, NvmeStatus, SQE_BYTES, Sqe};
 
 /// An invalid doorbell value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
@@ -34,8 +34,21 @@ struct HostRingMemory {
     /// The entries; unset while they or the shadow doorbells are not mapped.
     entries: Option<View>,
     doorbell: Doorbell,
+    kind: RingKind,
+}
+
+/// What tells the memory of submission and completion rings apart.
+#[derive(Clone, Copy, Debug)]
+struct RingKind {
+    /// Access of the controller to the entries.
+    access: DmaRights,
     /// Finds the doorbell of a queue.
     find: fn(&Doorbells, u16) -> Doorbell,
+}
+
+impl RingKind {
+    const SUBMISSION: RingKind = RingKind { access: DmaRights::ReadOnly, find: Doorbells::sq_tail };
+    const COMPLETION: RingKind = RingKind { access: DmaRights::WriteOnly, find: Doorbells::cq_head };
 }
 
 impl HostRingMemory {
@@ -44,24 +57,25 @@ impl HostRingMemory {
         qid: u16,
         (addr, entries): (u64, View),
         bytes: usize,
-        find: fn(&Doorbells, u16) -> Doorbell,
+        kind: RingKind,
         doorbells: &Doorbells,
     ) -> HostRingMemory {
         assert!(bytes > 0 && entries.len() >= bytes, "a ring of {bytes} bytes in {}", entries.len());
-        let doorbell = find(doorbells, qid);
+        let doorbell = (kind.find)(doorbells, qid);
         doorbell.clear_register();
-        HostRingMemory { qid, addr, bytes, entries: Some(entries), doorbell, find }
+        HostRingMemory { qid, addr, bytes, entries: Some(entries), doorbell, kind }
     }
 
     /// Memory of a ring with saved indexes. The doorbell register is unchanged.
     fn restore(
         qid: u16,
         (addr, bytes): (u64, usize),
-        find: fn(&Doorbells, u16) -> Doorbell,
+        kind: RingKind,
         map: &DmaMap,
         doorbells: &Doorbells,
     ) -> HostRingMemory {
-        let mut memory = HostRingMemory { qid, addr, bytes, entries: None, doorbell: find(doorbells, qid), find };
+        let doorbell = (kind.find)(doorbells, qid);
+        let mut memory = HostRingMemory { qid, addr, bytes, entries: None, doorbell, kind };
         memory.bind(map, doorbells, false);
         memory
     }
@@ -70,11 +84,12 @@ impl HostRingMemory {
     /// the present index.
     fn bind(&mut self, map: &DmaMap, doorbells: &Doorbells, is_new: bool) {
         let index = is_new.then(|| self.doorbell.read());
-        self.doorbell = (self.find)(doorbells, self.qid);
+        self.doorbell = (self.kind.find)(doorbells, self.qid);
         if let Some(index) = index {
             self.doorbell.start_shadow(index);
         }
-        self.entries = map.view(self.addr, self.bytes).filter(|_| doorbells.are_mapped(self.qid));
+        let entries = map.view(self.addr, self.bytes, self.kind.access);
+        self.entries = entries.filter(|_| doorbells.are_mapped(self.qid));
     }
 
     #[inline]
@@ -113,7 +128,7 @@ impl SubmissionRing {
     /// If the memory is too short; the host's values are checked before.
     pub(crate) fn new(qid: u16, at: (u64, View), entries: u16, doorbells: &Doorbells) -> SubmissionRing {
         assert!(entries >= 2, "a submission queue of {entries} entries");
-        let memory = HostRingMemory::new(qid, at, SubmissionRing::bytes(entries), Doorbells::sq_tail, doorbells);
+        let memory = HostRingMemory::new(qid, at, SubmissionRing::bytes(entries), RingKind::SUBMISSION, doorbells);
         let used_cids = vec![0; (1 << 16) / 64].into();
         SubmissionRing { memory, entries, head: 0, tail: 0, used_cids, fault: None }
     }
@@ -126,7 +141,9 @@ impl SubmissionRing {
         map: &DmaMap,
         doorbells: &Doorbells,
     ) -> Option<SubmissionRing> {
-        let view = map.view(addr, SubmissionRing::bytes(entries)).filter(|_| doorbells.are_mapped(qid))?;
+        let view = map
+            .view(addr, SubmissionRing::bytes(entries), DmaRights::ReadOnly)
+            .filter(|_| doorbells.are_mapped(qid))?;
         Some(SubmissionRing::new(qid, (addr, view), entries, doorbells))
     }
 
@@ -148,7 +165,7 @@ impl SubmissionRing {
             return None;
         }
         let range = (addr, SubmissionRing::bytes(entries));
-        let memory = HostRingMemory::restore(qid, range, Doorbells::sq_tail, map, doorbells);
+        let memory = HostRingMemory::restore(qid, range, RingKind::SUBMISSION, map, doorbells);
         let used_cids = vec![0; (1 << 16) / 64].into();
         Some(SubmissionRing { memory, entries, head, tail: head, used_cids, fault })
     }
@@ -295,7 +312,7 @@ impl CompletionRing {
     /// If the memory is too short; the host's values are checked before.
     pub(crate) fn new(qid: u16, at: (u64, View), entries: u16, doorbells: &Doorbells) -> CompletionRing {
         assert!(entries >= 2, "a completion queue of {entries} entries");
-        let memory = HostRingMemory::new(qid, at, CompletionRing::bytes(entries), Doorbells::cq_head, doorbells);
+        let memory = HostRingMemory::new(qid, at, CompletionRing::bytes(entries), RingKind::COMPLETION, doorbells);
         CompletionRing {
             memory,
             entries,
@@ -317,7 +334,9 @@ impl CompletionRing {
         map: &DmaMap,
         doorbells: &Doorbells,
     ) -> Option<CompletionRing> {
-        let view = map.view(addr, CompletionRing::bytes(entries)).filter(|_| doorbells.are_mapped(qid))?;
+        let view = map
+            .view(addr, CompletionRing::bytes(entries), DmaRights::WriteOnly)
+            .filter(|_| doorbells.are_mapped(qid))?;
         Some(CompletionRing::new(qid, (addr, view), entries, doorbells))
     }
 
@@ -351,7 +370,7 @@ impl CompletionRing {
         if entries < 2 || entries > entries_max || !are_indexes || !are_held {
             return None;
         }
-        let memory = HostRingMemory::restore(qid, (addr, bytes), Doorbells::cq_head, map, doorbells);
+        let memory = HostRingMemory::restore(qid, (addr, bytes), RingKind::COMPLETION, map, doorbells);
         let held = held.clone();
         let mut ring = CompletionRing { memory, entries, tail, head, phase, owed: 0, held, is_posted, fault };
         ring.bind(map, doorbells, false);

@@ -16,9 +16,9 @@ use blkyard_nvme::registers::{
     admin_queue_entries,
 };
 use blkyard_nvme::{
-    ControllerQueuePair, ControllerRings, Cqe, DmaMap, Doorbells, Fetched, IDENTIFY_BYTES, IdentifyController,
-    IdentifyNamespace, IoCommand, IoParser, LbaFormat, NamespaceFormat, NvmeStatus, ShadowDoorbells, Sqe, admin, cns,
-    feature, io,
+    ControllerQueuePair, ControllerRings, Cqe, DmaMap, DmaRights, Doorbells, Fetched, IDENTIFY_BYTES,
+    IdentifyController, IdentifyNamespace, IoCommand, IoParser, LbaFormat, NamespaceFormat, NvmeStatus,
+    ShadowDoorbells, Sqe, admin, cns, feature, io,
 };
 
 use crate::host::peer::{PAGE, Peer, Transport, map_of};
@@ -283,7 +283,7 @@ impl FakeController {
 
     fn view(&mut self, addr: u64, len: usize) -> View {
         self.remap();
-        let segment = self.map.segment(addr, len as u32).expect("an address that is mapped");
+        let segment = self.map.segment(addr, len as u32, DmaRights::ReadWrite).expect("an address that is mapped");
         assert_eq!(segment.len as usize, len, "rings are contiguous");
         View::new(Arc::clone(self.map.table().region(segment.region).unwrap()), segment.offset, len, PAGE).unwrap()
     }
