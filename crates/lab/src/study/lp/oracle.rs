@@ -3,7 +3,8 @@
 //!
 //! No single rule is the best for every load: the shortest expected delay fills the fastest path until its queue costs
 //! as much as the slower path, which is greedy; the marginal rules keep that queue short. The oracle of a scene is the
-//! rule with the highest throughput there.
+//! rule with the highest throughput there, known after the run. It is no bound: a policy can be faster, and a better
+//! rule may exist.
 
 use blkyard_sim::ModelPath;
 

@@ -24,6 +24,9 @@ fn wide(latency_us: u64) -> PathModel {
     PathModel { channels: 1024, sigma_milli: 300, ..PathModel::new(latency_us * US * 3 / 4, latency_us * US / 4) }
 }
 
+/// Name of the scene of hedged reads.
+pub(crate) const BOTH_STALL: &str = "both paths stall 10 ms for 0.5 % of I/O";
+
 /// Every published scene: its name and itself. Runs are shorter with `quick`.
 pub(crate) fn published(quick: bool) -> Vec<(String, PathScene)> {
     let run_ns = |ms: u64| if quick { ms * MS / 4 } else { ms * MS };
@@ -38,12 +41,8 @@ pub(crate) fn published(quick: bool) -> Vec<(String, PathScene)> {
         scene("one path +30 ms", vec![wide(200), wide(30_200)], 32, 4000),
         scene("0.2 and 0.6 ms, depth 1", vec![wide(600), wide(200)], 1, 16_000),
         scene("0.2 and 0.6 ms, depth 32", vec![wide(600), wide(200)], 32, 2000),
-        scene(
-            "a path stalls 10 ms for 0.5 % of I/O",
-            vec![PathModel { stall, ..wide(200) }, PathModel { stall, ..wide(200) }],
-            16,
-            4000,
-        ),
+        scene("a path stalls 10 ms for 0.5 % of I/O", vec![PathModel { stall, ..wide(200) }, wide(200)], 16, 4000),
+        scene(BOTH_STALL, vec![PathModel { stall, ..wide(200) }, PathModel { stall, ..wide(200) }], 16, 4000),
         scene("a path loses I/O under load", vec![PathModel { loss, ..base }, base], 40, 2000),
         scene("four paths, one slow", vec![base, base, PathModel::new(240 * US, 320 * US), base], 96, 1000),
     ];
@@ -63,8 +62,8 @@ pub(crate) fn published(quick: bool) -> Vec<(String, PathScene)> {
     scenes
 }
 
-/// A drawn scene: 2 to 8 paths of 20 us to 50 ms, 1 to 4096 I/Os in flight of 512 B to 1 MiB, and a change of some path
-/// every 10 ms to 10 s. It runs for at most so many I/Os.
+/// A drawn scene: 2 to 8 paths of 20 us to 50 ms, 1 to 4096 reads in flight, all of one size of 512 B to 1 MiB, and a
+/// change of some path at an interval of 10 ms to 10 s. It runs for about so many I/Os, and 60 s at most.
 pub(crate) fn drawn(seed: u64, ios: u64) -> PathScene {
     let mut rng = Rng::new(seed);
     let paths: Vec<PathModel> = (0..2 + rng.below(7)).map(|_| drawn_path(&mut rng)).collect();
