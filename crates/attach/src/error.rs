@@ -172,14 +172,28 @@ pub enum AttachError {
     },
     /// The thread that talks to the back-end has no time.
     #[error(
-        "{disk}: no queue can be opened within {limit:?}: its back-end is slow to answer messages; try again, or allow \
-         less with timeout_s"
+        "{disk}: no answer within {limit:?}: its back-end is slow to answer messages; try again, or allow less with \
+         timeout_s"
     )]
     Busy {
         /// Name of the disk.
         disk: String,
         /// How long it had.
         limit: Duration,
+    },
+    /// It is not connected, so it cannot be suspended or resumed.
+    #[error("{disk}: its controller is not connected; it is {when} as soon as it is")]
+    NotConnected {
+        /// Name of the disk.
+        disk: String,
+        /// `suspended` or `resumed`.
+        when: &'static str,
+    },
+    /// While it was being suspended or resumed, the opposite was asked for.
+    #[error("{disk}: the opposite was asked for meanwhile; inspect it, and set again what it is to be")]
+    Overtaken {
+        /// Name of the disk.
+        disk: String,
     },
     /// The thread that talks to the back-end is gone: a bug of ours.
     #[error("{disk}: its control thread has ended; see the messages above, and report a bug")]

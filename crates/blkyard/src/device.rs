@@ -178,6 +178,16 @@ pub trait DeviceOps: Debug + Send + Sync {
         BTreeMap::new()
     }
 
+    /// Shuts its controller down, as before a machine sleeps, or brings it up again; I/O waits meanwhile without a
+    /// limit.
+    ///
+    /// # Errors
+    /// It does not get there, or devices of this kind have no controller.
+    fn set_suspended(&self, _is_suspended: bool) -> Result<(), DeviceError> {
+        let cause = "it has no controller that can be shut down and up";
+        Err(SpecError::new(&self.info().name, cause, "suspend devices of vfio-user: and pci:").into())
+    }
+
     /// Whether a thread of it has ended by itself.
     fn has_ended(&self) -> bool {
         false

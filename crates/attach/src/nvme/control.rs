@@ -13,6 +13,8 @@
 //! One that is gone is left at once: each lane cancels when it reads its messages, and no queue waits for another. A
 //! reset of a live controller needs an answer of every queue.
 //!
+//! A controller that is suspended is shut down, and I/O waits, until it is resumed; also the one of a later session.
+//!
 //! Owned by its own thread. Each wait for the device is bounded by the transport.
 
 use std::sync::Arc;
@@ -29,6 +31,7 @@ use crate::AttachError;
 use crate::nvme::disk::NamespaceShared;
 use crate::nvme::mailbox::{DoorbellListener, NvmeCommand, NvmeQueueMessage, OpenedIoQueue, RunningQueue};
 use crate::nvme::queue_use::{AddressOf, QueueUse, Unreached};
+use crate::nvme::suspend::{SuspendAnswer, SuspendRequests};
 use crate::nvme::{HostParts, NvmeTransport};
 use crate::outage::{LossHistory, Outage, OutageStep, PAUSE_MIN};
 
@@ -71,6 +74,7 @@ pub(crate) struct NvmeControl<T: NvmeTransport> {
     wanted: Box<[Option<u32>]>,
     /// As they were when the disks were opened; their sizes aside. Empty before.
     namespaces: Vec<ScannedNamespace>,
+    suspend_requests: SuspendRequests,
     log: LogLimit,
 }
 
@@ -99,6 +103,7 @@ impl<T: NvmeTransport> NvmeControl<T> {
             queues: Vec::new(),
             wanted: wanted.into(),
             namespaces: Vec::new(),
+            suspend_requests: SuspendRequests::default(),
             log: LogLimit::default(),
         };
         control.connect().map_err(|cause| control.failed(cause))?;
@@ -164,6 +169,7 @@ impl<T: NvmeTransport> NvmeControl<T> {
         self.sync_dma();
         self.advance();
         self.look_at_outage();
+        self.answer_suspended();
         true
     }
 
@@ -202,6 +208,7 @@ impl<T: NvmeTransport> NvmeControl<T> {
                     self.late(late, now_ns);
                 }
             }
+            NvmeCommand::Suspend(is_wanted, answer) => self.suspend(is_wanted, answer, now_ns),
             NvmeCommand::Close(number, running) => {
                 let running = running.filter(|running| self.is_current(running));
                 if let Some((session_number, report)) = self.queues[number].close(running) {
@@ -209,6 +216,29 @@ impl<T: NvmeTransport> NvmeControl<T> {
                 }
             }
         }
+    }
+
+    /// Shuts the controller down, or brings it up again.
+    fn suspend(&mut self, is_wanted: bool, answer: SuspendAnswer, now_ns: u64) {
+        self.suspend_requests.ask(is_wanted, answer);
+        match &mut self.session {
+            Some(session) if is_wanted => session.host.suspend(now_ns),
+            Some(session) => session.host.resume(now_ns),
+            None => {}
+        }
+    }
+
+    /// Tells those who wait for the controller to be shut down or up that it is, or was lost.
+    fn answer_suspended(&mut self) {
+        if !self.suspend_requests.is_awaited() {
+            return;
+        }
+        let is_wanted = self.suspend_requests.is_wanted();
+        let has_come = |session: &HostSession<T>| {
+            if is_wanted { session.host.is_suspended() } else { session.host.state() == ControllerState::Live }
+        };
+        let has_come = self.session.as_ref().filter(|_| self.outage.is_none()).map(has_come);
+        self.suspend_requests.answer(&self.shared.config.options.name, has_come);
     }
 
     /// Whether a queue pair is not older than one that its lane was sent.
@@ -396,12 +426,15 @@ impl<T: NvmeTransport> NvmeControl<T> {
                     session.host.queue_report(*qid, report);
                 }
             }
-            HostEvent::Live if session.is_served => {}
-            HostEvent::Live => {
-                if let Err(why) = self.serve(now) {
-                    self.refuse(&why, now);
+            HostEvent::Live if session.is_served => self.shared.note(|view| view.is_suspended = false),
+            HostEvent::Live => match self.serve(now) {
+                Ok(()) if self.suspend_requests.is_wanted() => {
+                    let now_ns = self.ns(now);
+                    self.session.iter_mut().for_each(|session| session.host.suspend(now_ns));
                 }
-            }
+                Ok(()) => {}
+                Err(why) => self.refuse(&why, now),
+            },
             HostEvent::NamespacesChanged if session.is_served => self.namespaces_changed(),
             HostEvent::Failed(error) => self.lost(&error.to_string(), now),
             HostEvent::Over => {
@@ -410,7 +443,8 @@ impl<T: NvmeTransport> NvmeControl<T> {
                     self.outage = Some(Outage::new(now, Duration::ZERO));
                 }
             }
-            HostEvent::NamespacesChanged | HostEvent::Completed { .. } | HostEvent::Suspended => {}
+            HostEvent::Suspended => self.shared.note(|view| view.is_suspended = true),
+            HostEvent::NamespacesChanged | HostEvent::Completed { .. } => {}
         }
     }
 
@@ -471,7 +505,7 @@ impl<T: NvmeTransport> NvmeControl<T> {
             self.shared.set_capacity(index, found.info.capacity_sectors);
         }
         self.shared.note(|view| {
-            view.is_connected = true;
+            (view.is_connected, view.is_suspended) = (true, false);
             view.sessions += 1;
         });
         (0..self.queues.len()).for_each(|number| self.announce(number, QueueUse::announce_memory));

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicU64, AtomicUsize};
-use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
@@ -22,6 +22,8 @@ use crate::nvme::{HostParts, NamespaceConfig, NamespaceQueue, NvmeTransport};
 pub struct NamespaceView {
     /// Whether its controller is connected.
     pub is_connected: bool,
+    /// Whether its controller is shut down until it is resumed.
+    pub is_suspended: bool,
     /// Number of connections that were made, this one included.
     pub sessions: u64,
     /// Number of late commands that were aborted.
@@ -226,6 +228,32 @@ impl RemoteNamespace {
         &self.domain
     }
 
+    /// Shuts the controller down, as before a machine sleeps or a device is taken out, or brings it up again. Requests
+    /// in flight complete first; later ones of all namespaces wait without a limit.
+    ///
+    /// # Errors
+    /// The controller is not connected, does not get there in time, or the opposite was asked for meanwhile. What was
+    /// asked for last still holds.
+    pub fn set_suspended(&self, is_suspended: bool) -> Result<(), AttachError> {
+        self.ask(|answer| NvmeCommand::Suspend(is_suspended, answer))
+    }
+
+    /// Sends the control thread a command, and waits for its answer.
+    fn ask<R>(&self, command: impl FnOnce(Sender<Result<R, AttachError>>) -> NvmeCommand) -> Result<R, AttachError> {
+        let options = &self.shared.config.options;
+        let disk = options.name.clone();
+        let (answer, wait) = channel();
+        if !self.commands.as_ref().is_some_and(|to| to.send(command(answer))) {
+            return Err(AttachError::Ended { disk });
+        }
+        // The access that is under way, and the one after it that a loss of the first begins.
+        let limit = 2 * options.reply_max;
+        wait.recv_timeout(limit).map_err(|error| match error {
+            RecvTimeoutError::Timeout => AttachError::Busy { disk, limit },
+            RecvTimeoutError::Disconnected => AttachError::Ended { disk },
+        })?
+    }
+
     /// Opens one more queue of `depth` requests. One for polling gets a queue without interrupts, if there is one.
     ///
     /// # Errors
@@ -238,17 +266,8 @@ impl RemoteNamespace {
             let cure = "lower the depth, or raise ?queue_size=N if the controller has longer queues".into();
             return Err(AttachError::Depth { disk, depth, room, cure });
         }
-        let (answer, wait) = channel();
-        let Some(commands) = self.commands.clone().filter(|to| to.send(NvmeCommand::Open(self.index, kind, answer)))
-        else {
-            return Err(AttachError::Ended { disk });
-        };
-        // The access that is under way, and the one after it that a loss of the first begins.
-        let limit = 2 * options.reply_max;
-        let opened = wait.recv_timeout(limit).map_err(|error| match error {
-            RecvTimeoutError::Timeout => AttachError::Busy { disk, limit },
-            RecvTimeoutError::Disconnected => AttachError::Ended { disk },
-        })??;
+        let Some(commands) = self.commands.clone() else { return Err(AttachError::Ended { disk }) };
+        let opened = self.ask(|answer| NvmeCommand::Open(self.index, kind, answer))?;
         Ok(NamespaceQueue::new(opened, &self.domain, &self.wake, commands))
     }
 }

@@ -84,6 +84,8 @@ pub(crate) enum NvmeCommand {
     Report(usize, u64, IoQueueReport),
     /// A request has exceeded its timeout, in this session.
     Late(u64, LateCommand),
+    /// The controller is to be shut down until the opposite is asked for, or brought up again. Answered once it is.
+    Suspend(bool, Sender<Result<(), AttachError>>),
     /// A queue is dropped. Its queue pair, if no request is in flight there.
     Close(usize, Option<RunningQueue>),
 }

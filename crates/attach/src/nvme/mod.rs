@@ -24,6 +24,7 @@ mod disk;
 mod mailbox;
 mod queue;
 mod queue_use;
+mod suspend;
 
 use std::fmt::Debug;
 use std::os::fd::BorrowedFd;

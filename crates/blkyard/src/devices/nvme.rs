@@ -192,11 +192,16 @@ impl DeviceOps for NvmeDevice {
         let view = self.namespace.view();
         let all = [
             ("connected", u64::from(view.is_connected)),
+            ("suspended", u64::from(view.is_suspended)),
             ("sessions", view.sessions),
             ("aborts", view.aborts),
             ("resets", view.resets),
         ];
         all.map(|(name, count)| (name.to_owned(), count)).into()
+    }
+
+    fn set_suspended(&self, is_suspended: bool) -> Result<(), DeviceError> {
+        Ok(self.namespace.set_suspended(is_suspended)?)
     }
 
     fn has_ended(&self) -> bool {

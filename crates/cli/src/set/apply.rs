@@ -154,6 +154,7 @@ fn set_device(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<Stri
     let policies = PolicyKind::ALL.map(PolicyKind::name).join(", ");
     let policy = keys.take_with("policy", &format!("one of {policies}"), |name| name.parse::<PolicyKind>().ok())?;
     let hedged_reads = keys.take_switch("hedged_reads")?;
+    let suspended = keys.take_switch("suspended")?;
     keys.finish()?;
     if (policy.is_some() || hedged_reads.is_some()) && served.device.path_settings().is_none() {
         let cause = "policy and hedged_reads are for several paths, and this device has one";
@@ -219,6 +220,13 @@ fn set_device(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<Stri
             "reads are not hedged"
         };
         done.push(format!("{name}: {what}"));
+    }
+    if let Some(suspended) = suspended {
+        match served.device.set_suspended(suspended) {
+            Ok(()) if suspended => done.push(format!("{name}: its controller is shut down, and I/O waits")),
+            Ok(()) => done.push(format!("{name}: its controller is up, and I/O goes on")),
+            Err(error) => problems.push(error.to_string()),
+        }
     }
     if let Some(rate) = rate {
         served.rate.set(rate);

@@ -46,6 +46,7 @@ mod registered;
 mod serve;
 mod silence;
 mod streams;
+mod suspend;
 mod takeover;
 #[path = "../common/tcp_host.rs"]
 mod tcp_host;
