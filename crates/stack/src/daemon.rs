@@ -9,15 +9,15 @@ use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use blkyard_attach::{TcpAssociation, TcpNamespace, TcpNamespaceConfig};
-use blkyard_export::{VirtqueuePoller, VirtqueueRemote, VirtqueueSetup, queue_pair};
+use blkyard_export::{Suspension, VirtqueuePoller, VirtqueueRemote, VirtqueueSetup, queue_pair};
 use blkyard_mpath::{MultipathQueue, MultipathSettings, MultipathStats, PathMonitor, PathRules, QueuePath};
 use blkyard_mq::{Driver, HwQueue, HwQueueConfig, Merging, Poller, PollerState, QueueKind, Wake};
 use blkyard_nvme::FabricsHostConfig;
 use blkyard_sim::Rng;
-use blkyard_virtio::SerialId;
+use blkyard_virtio::{RingBase, SerialId};
 
 use crate::lane::WorldLane;
 use crate::network::Network;
@@ -60,6 +60,8 @@ struct ServedRing {
     remote: VirtqueueRemote,
     started: Receiver<Result<(), String>>,
     is_started: bool,
+    /// Its suspension, until it has drained.
+    suspension: Option<Suspension<RingBase>>,
 }
 
 /// A daemon.
@@ -140,14 +142,9 @@ impl WorldDaemon {
         }
         for _ in 0..ROUNDS_MAX {
             let before = self.network.changes();
-            // Messages between paths take a step more.
-            for _ in 0..2 {
-                self.associations.iter_mut().for_each(|association| {
-                    association.run_once();
-                });
-            }
-            if self.rings.is_empty() && self.again_ns.is_none() && !self.is_ending {
-                self.try_open(&setups, rings);
+            self.run_associations();
+            if self.rings.is_empty() && self.again_ns.is_none() && !self.is_ending && self.try_open() {
+                self.serve(&setups, rings);
             }
             let mut is_busy = false;
             for ring in &mut self.rings {
@@ -160,8 +157,8 @@ impl WorldDaemon {
         panic!("a daemon does not come to rest");
     }
 
-    /// Goes on to serve, if all paths are open.
-    fn try_open(&mut self, setups: &impl Fn(usize) -> VirtqueueSetup, rings: usize) {
+    /// Opens the paths. Whether all are.
+    fn try_open(&mut self) -> bool {
         for (association, namespace) in self.associations.iter_mut().zip(&mut self.namespaces) {
             if namespace.is_some() {
                 continue;
@@ -170,13 +167,15 @@ impl WorldDaemon {
                 self.namespaces.clear();
                 self.associations.clear();
                 self.again_ns = Some(self.network.now_ns() + RESTART_NS);
-                return;
+                return false;
             };
             *namespace = found;
         }
-        if self.namespaces.iter().any(Option::is_none) {
-            return;
-        }
+        self.is_open()
+    }
+
+    /// Serves the rings over the open paths.
+    fn serve(&mut self, setups: &impl Fn(usize) -> VirtqueueSetup, rings: usize) {
         let peers: Vec<_> = self.namespaces.iter().flatten().map(|path| Arc::clone(path.peer())).collect();
         if self.config.paths > 1 {
             for namespace in self.namespaces.iter().flatten() {
@@ -200,7 +199,67 @@ impl WorldDaemon {
             let waker: Arc<dyn Wake> = Arc::new(NoWake);
             poller.enter(&mut lane, &waker);
             let started = remote.begin_run(setups(ring)).expect("its lane is there");
-            self.rings.push(ServedRing { lane, poller, remote, started, is_started: false });
+            self.rings.push(ServedRing { lane, poller, remote, started, is_started: false, suspension: None });
+        }
+    }
+
+    /// Whether all paths are open.
+    pub(crate) fn is_open(&self) -> bool {
+        self.namespaces.iter().all(Option::is_some) && !self.namespaces.is_empty()
+    }
+
+    /// Whether a path could not be opened.
+    pub(crate) fn has_failed(&self) -> bool {
+        self.again_ns.is_some()
+    }
+
+    /// Opens the paths as far as that goes now, and serves nothing.
+    pub(crate) fn run_opening(&mut self) {
+        for _ in 0..ROUNDS_MAX {
+            let before = self.network.changes();
+            self.run_associations();
+            if !self.has_failed() && !self.is_open() {
+                self.try_open();
+            }
+            if self.network.changes() == before {
+                return;
+            }
+        }
+        panic!("a daemon does not come to rest");
+    }
+
+    fn run_associations(&mut self) {
+        // Messages between paths take a step more.
+        for _ in 0..2 {
+            self.associations.iter_mut().for_each(|association| {
+                association.run_once();
+            });
+        }
+    }
+
+    /// Suspends all rings: requests in flight end, and no other is fetched.
+    pub(crate) fn suspend(&mut self) {
+        for ring in &mut self.rings {
+            ring.suspension = Some(ring.remote.suspend().expect("its lane is there"));
+        }
+    }
+
+    /// Whether all rings have drained.
+    pub(crate) fn is_suspended(&mut self) -> bool {
+        for ring in &mut self.rings {
+            let has_drained = |suspension: &mut Suspension<_>| {
+                suspension.wait_until(Some(Instant::now())).expect("its lane is there")
+            };
+            ring.suspension.take_if(has_drained);
+        }
+        self.rings.iter().all(|ring| ring.suspension.is_none())
+    }
+
+    /// Goes on with rings that are suspended.
+    pub(crate) fn resume(&mut self, setups: impl Fn(usize) -> VirtqueueSetup) {
+        for (number, ring) in self.rings.iter_mut().enumerate() {
+            ring.started = ring.remote.begin_run(setups(number)).expect("its lane is there");
+            ring.is_started = false;
         }
     }
 

@@ -11,6 +11,7 @@
 
 mod daemon;
 mod guest;
+mod handover;
 mod lane;
 mod medium;
 mod network;

@@ -23,7 +23,7 @@ fn main() -> ExitCode {
     };
     let alone = arguments.is_of_one();
     let (begun, mut worlds, mut ios, mut failed, mut faults) = (Instant::now(), 0, 0, 0, [0; FAULT_KINDS]);
-    let (mut ghosts, mut hedges, mut hedges_won) = (0, 0, 0);
+    let (mut ghosts, mut hedges, mut hedges_won, mut handovers) = (0, 0, 0, 0);
     for seed in arguments.seeds {
         if worlds > 0 && begun.elapsed() > arguments.limit {
             break;
@@ -44,6 +44,7 @@ fn main() -> ExitCode {
         ios += result.ios;
         failed += result.failed;
         ghosts += result.ghosts;
+        handovers += result.handovers;
         hedges += result.hedges;
         hedges_won += result.hedges_won;
         faults.iter_mut().zip(result.faults).for_each(|(sum, one)| *sum += one);
@@ -63,7 +64,7 @@ fn main() -> ExitCode {
     if !alone {
         println!(
             "{worlds} worlds, {ios} requests, {failed} of them failed, {ghosts} late writes, {hedges} hedged reads of which \
-             {hedges_won} were first, faults by kind {faults:?}, all well"
+             {hedges_won} were first, {handovers} daemons replaced, faults by kind {faults:?}, all well"
         );
     }
     ExitCode::SUCCESS

@@ -124,7 +124,7 @@ options! {
     /// Mean time between two of them, ms.
     fault_every_ms,
     /// Kinds of faults, as bits: cut, stall of a stream, of a path, hung target, hung device, killed target, power
-    /// failure, killed daemon.
+    /// failure, killed daemon, replaced daemon.
     kinds,
     /// Whether reads are hedged.
     hedges,
@@ -150,7 +150,7 @@ impl StackOptions {
             resets: one_of(&[0, 1, 1]),
             faults: one_of(&[4, 8, 16]),
             fault_every_ms: one_of(&[100, 500, 2000, 4000]),
-            kinds: one_of(&[0xff, 0xff, 0x07, 0x0f, 0x3f, 0xbf]),
+            kinds: one_of(&[0x1ff, 0x1ff, 0x107, 0x0f, 0x3f, 0xbf]),
             hedges: one_of(&[0, 1]),
             mutation: Mutation::None,
         }

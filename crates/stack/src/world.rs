@@ -14,6 +14,7 @@ use blkyard_sim::Rng;
 
 use crate::daemon::{DaemonConfig, WorldDaemon};
 use crate::guest::{BLOCK, WorldGuest};
+use crate::handover::{Handover, HandoverStep};
 use crate::medium::{Medium, SECTOR};
 use crate::network::{Ending, LATE_NS, Network, fold};
 use crate::options::{Mutation, StackOptions};
@@ -55,6 +56,8 @@ pub struct StackResult {
     pub bound_ns: u64,
     /// Requests that the device has executed.
     pub executed: u64,
+    /// Daemons that were replaced while they served.
+    pub handovers: u64,
     /// Writes that came to the target from connections whose host had left them.
     pub ghosts: u64,
     /// Reads that were sent to a second path.
@@ -66,7 +69,7 @@ pub struct StackResult {
 }
 
 /// Kinds of faults.
-pub const FAULT_KINDS: usize = 8;
+pub const FAULT_KINDS: usize = 9;
 
 /// The kinds of faults, by the bits of [`StackOptions::kinds`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -79,6 +82,7 @@ enum Fault {
     KillTarget,
     PowerFailure,
     KillDaemon,
+    HandOver,
 }
 
 const FAULTS: [Fault; FAULT_KINDS] = [
@@ -90,6 +94,7 @@ const FAULTS: [Fault; FAULT_KINDS] = [
     Fault::KillTarget,
     Fault::PowerFailure,
     Fault::KillDaemon,
+    Fault::HandOver,
 ];
 
 struct StackWorld {
@@ -103,6 +108,10 @@ struct StackWorld {
     config: DaemonConfig,
     guest: WorldGuest,
     daemon: Option<WorldDaemon>,
+    /// Its replacement, while that is under way.
+    handover: Option<Handover>,
+    /// Daemons that were replaced, or were to be: they end.
+    ending: Vec<WorldDaemon>,
     target: Option<WorldTarget>,
     /// When they start again, ns.
     daemon_ns: Option<u64>,
@@ -199,6 +208,8 @@ impl StackWorld {
             config,
             guest,
             daemon: None,
+            handover: None,
+            ending: Vec::new(),
             target: None,
             daemon_ns: Some(0),
             target_ns: Some(0),
@@ -267,6 +278,8 @@ impl StackWorld {
         let all = [
             self.network.next_ns(),
             self.daemon.as_ref().and_then(WorldDaemon::next_ns),
+            self.handover.as_ref().and_then(Handover::next_ns),
+            self.ending.iter().filter_map(WorldDaemon::next_ns).min(),
             self.target.as_ref().and_then(WorldTarget::next_ns),
             self.medium.borrow().next_ns(),
             self.guest.next_ns,
@@ -296,6 +309,7 @@ impl StackWorld {
             if let Some(daemon) = &mut self.daemon {
                 daemon.run(|ring| guest.setup(ring), rings);
             }
+            is_busy |= self.hand_over();
             is_busy |= self.guest.reap(self.now_ns);
             self.mutate();
             if !is_busy && self.network.changes() == before {
@@ -303,6 +317,31 @@ impl StackWorld {
             }
         }
         panic!("the world does not come to rest");
+    }
+
+    /// Goes on with a handover. Returns whether anything has changed.
+    fn hand_over(&mut self) -> bool {
+        self.ending.retain_mut(|daemon| !daemon.has_ended());
+        let (Some(handover), Some(daemon)) = (&mut self.handover, &mut self.daemon) else { return false };
+        let guest = &self.guest;
+        let step = handover.step(daemon, |ring| guest.setup(ring));
+        let (ends, is_done) = match step {
+            HandoverStep::Going => return false,
+            HandoverStep::Done => (self.daemon.take(), true),
+            HandoverStep::Refused => (None, false),
+        };
+        let Some(successor) = self.handover.take().map(Handover::into_successor) else { return false };
+        let mut old = match ends {
+            Some(old) => {
+                self.daemon = Some(successor);
+                old
+            }
+            None => successor,
+        };
+        old.end();
+        self.ending.push(old);
+        self.result.handovers += u64::from(is_done);
+        true
     }
 
     /// Starts what is due, and lets faults happen.
@@ -403,6 +442,8 @@ impl StackWorld {
             Fault::KillDaemon => {
                 if let Some(daemon) = self.daemon.take() {
                     daemon.die();
+                    // A new one does not go on without the state of the old one.
+                    self.handover.take().into_iter().for_each(|handover| handover.into_successor().die());
                     // What it had published is with the guest.
                     self.guest.reap(self.now_ns);
                     if self.options.mutation == Mutation::Reorder {
@@ -410,6 +451,13 @@ impl StackWorld {
                     }
                     self.daemon_ns = Some(self.now_ns + down_ns);
                     healed_ns = self.now_ns + down_ns;
+                }
+            }
+            Fault::HandOver => {
+                if self.handover.is_none() && self.daemon.as_ref().is_some_and(WorldDaemon::is_serving) {
+                    let rng = Rng::new(self.rng.draw());
+                    let successor = WorldDaemon::start(&self.network, &self.clock, &self.config, rng);
+                    self.handover = Some(Handover::to(successor, self.rng.below(4) == 0));
                 }
             }
         }
@@ -428,12 +476,13 @@ impl StackWorld {
 
     /// Ends in order: nothing is left.
     fn finish(mut self) -> StackResult {
+        self.run_until("no daemon is being replaced", |world| world.handover.is_none() && world.is_idle());
         if let Some(daemon) = &mut self.daemon {
             daemon.end();
         }
         self.run_until("the daemon has ended", |world| {
             let has_ended = world.daemon.as_mut().is_some_and(WorldDaemon::has_ended);
-            has_ended && world.target.as_ref().is_some_and(|target| target.in_use() == 0)
+            has_ended && world.ending.is_empty() && world.target.as_ref().is_some_and(|target| target.in_use() == 0)
         });
         self.daemon = None;
         assert!(self.medium.borrow().is_idle(), "the device has a request that nobody waits for");

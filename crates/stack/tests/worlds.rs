@@ -28,13 +28,20 @@ fn the_same_seed_makes_the_same_world_to_the_bit() {
 #[test]
 fn honest_worlds_with_all_faults_come_to_a_good_end() {
     let (mut faults, mut ghosts) = ([0; blkyard_stack::FAULT_KINDS], 0);
+    let (mut hedges_won, mut handovers) = (0, 0);
     for seed in 2000..2060 {
-        let result = run_stack(seed, StackOptions { kinds: 0xff, ..StackOptions::draw(seed) });
+        let result = run_stack(seed, StackOptions { kinds: 0x1ff, ..StackOptions::draw(seed) });
         faults.iter_mut().zip(result.faults).for_each(|(sum, one)| *sum += one);
         ghosts += result.ghosts;
+        hedges_won += result.hedges_won;
+        handovers += result.handovers;
         assert_eq!(result.failed, 0, "seed {seed}: a request failed though all faults end");
     }
     assert!(faults.iter().all(|count| *count > 20) && ghosts > 0, "{faults:?}, {ghosts} late writes");
+    assert!(
+        hedges_won > 20 && handovers > 5,
+        "{hedges_won} hedged reads came first, {handovers} daemons were replaced"
+    );
 }
 
 #[test]

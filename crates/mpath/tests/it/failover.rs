@@ -368,5 +368,5 @@ fn ghost_writes(seed: u64) {
 
 #[test]
 fn no_ghost_write_overwrites_an_acknowledged_one() {
-    (0..2000).for_each(ghost_writes);
+    (0..100_000).for_each(ghost_writes);
 }
