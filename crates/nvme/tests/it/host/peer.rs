@@ -63,9 +63,14 @@ pub fn bus_addr(region: &Region, offset: u64) -> u64 {
 
 /// Maps the regions of a domain.
 pub fn map_of(domain: &DmaDomain) -> DmaMap {
+    map_where(domain, |_| true)
+}
+
+/// Maps some regions of a domain. The others have a number and no address.
+pub fn map_where(domain: &DmaDomain, is_mapped: impl Fn(&Arc<Region>) -> bool) -> DmaMap {
     let regions = domain.regions();
     let mut ranges = vec![];
-    for (number, region) in (0..).zip(&regions) {
+    for (number, region) in (0..).zip(&regions).filter(|(_, region)| is_mapped(region)) {
         let bytes = (region.len() / PAGE * PAGE) as u64;
         let step = if region.len() == wide::BYTES { PAGE as u64 } else { bytes };
         ranges.extend((0..bytes).step_by(step as usize).map(|offset| DmaRange {

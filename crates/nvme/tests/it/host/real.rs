@@ -4,15 +4,17 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Release;
 
 use blkyard_mem::{DmaDomain, Region, View};
 use blkyard_mq::{Bio, DeviceInfo, Op, QueueLimits, Status};
+use blkyard_nvme::registers::{CSTS, DOORBELLS, cq_doorbell, sq_doorbell};
 use blkyard_nvme::{
     Controller, ControllerIoQueue, ControllerOptions, ControllerQueueReply, ControllerRequest, ControllerState,
     IoQueueCommand, NamespaceTable, NextBio, NvmeHostConfig, ServedNamespace,
 };
 
-use crate::host::peer::{PAGE, Peer, Transport, map_of};
+use crate::host::peer::{PAGE, Peer, Transport, map_of, map_where};
 use crate::host::rig::{MS, Rig, S, config};
 
 /// The controller with its queues, and devices that complete on command.
@@ -26,6 +28,12 @@ pub struct RealController {
     pub held: Vec<(u16, u16, Box<Bio>)>,
     pub is_prompt: bool,
     pub gone: bool,
+    /// Memory of the host that the controller cannot access for now.
+    withdrawn: Option<Arc<Region>>,
+    /// Whether a doorbell was written that the host did not write.
+    has_bad_doorbells: bool,
+    /// Number of queues that an invalid doorbell has stopped.
+    pub doorbell_faults: u64,
     disk: HashMap<(u16, u64), u64>,
     lent: Rc<RefCell<HashSet<u64>>>,
     violations: Vec<String>,
@@ -65,6 +73,9 @@ impl RealController {
             held: vec![],
             is_prompt: true,
             gone: false,
+            withdrawn: None,
+            has_bad_doorbells: false,
+            doorbell_faults: 0,
             disk: HashMap::new(),
             lent: Rc::default(),
             violations: vec![],
@@ -75,8 +86,38 @@ impl RealController {
     fn remap(&mut self) {
         if self.domain.changes() != self.changes {
             self.changes = self.domain.changes();
-            self.controller.set_memory(&map_of(&self.domain));
+            self.set_memory();
         }
+    }
+
+    fn set_memory(&mut self) {
+        let is_there = |region: &_| self.withdrawn.as_ref().is_none_or(|withdrawn| !Arc::ptr_eq(withdrawn, region));
+        self.controller.set_memory(&map_where(&self.domain, is_there));
+    }
+
+    /// Takes a region of the host's memory away, or gives it back.
+    pub fn withdraw(&mut self, number: Option<usize>) {
+        let regions = self.domain.regions();
+        self.withdrawn = number.map(|number| Arc::clone(&regions[number % regions.len()]));
+        self.set_memory();
+    }
+
+    pub fn has_withdrawn(&self) -> bool {
+        self.withdrawn.is_some()
+    }
+
+    /// Writes a value that is no index to a doorbell register of a queue.
+    pub fn break_doorbell(&mut self, qid: u16, is_head: bool, value: u32) {
+        self.has_bad_doorbells = true;
+        let offset = if is_head { cq_doorbell(qid, 0) } else { sq_doorbell(qid, 0) };
+        self.doorbells.store_u32(offset, value, Release);
+    }
+
+    /// The controller cannot fetch its next admin command, which is a fatal error.
+    pub fn fail(&mut self) {
+        self.controller.set_memory(&map_where(&self.domain, |_| false));
+        self.controller.write_register(DOORBELLS as u64, 4, 0).unwrap();
+        self.set_memory();
     }
 
     fn fetch(&mut self) {
@@ -134,7 +175,10 @@ impl RealController {
                     over.push(*cqid);
                 }
                 if let ControllerQueueReply::Fault(..) = reply {
-                    self.violations.push(format!("{reply:?}"));
+                    self.doorbell_faults += 1;
+                    if !self.has_bad_doorbells {
+                        self.violations.push(format!("{reply:?}"));
+                    }
                 }
                 self.controller.reply(*cqid, reply);
             }
@@ -328,4 +372,97 @@ fn a_late_command_is_aborted_by_our_controller() {
     rig.finish();
     assert_eq!(rig.ended, [(1, Status::Ok)]);
     assert_eq!(rig.host.state(), ControllerState::Live);
+}
+
+/// Submits this many bios to queue 1, and has the controller complete all of them.
+fn complete_behind_the_owner(rig: &mut Rig<RealController>, count: u64) {
+    for block in 0..count {
+        rig.submit(1, 0, Op::Write, block).unwrap();
+    }
+    rig.turn_queue(1);
+    let now_ns = rig.now_ns;
+    rig.host.forward_doorbells(1, now_ns);
+    rig.turn_fake();
+}
+
+#[test]
+fn a_lost_interrupt_costs_the_timeout_and_no_command() {
+    let mut rig = live(1);
+    complete_behind_the_owner(&mut rig, 9);
+    assert!(rig.ended.is_empty(), "nobody has looked");
+    // The owner sleeps until a request is due.
+    rig.now_ns = rig.queues[&1].deadline_ns::<()>().expect("requests have a deadline");
+    rig.turn_queue(1);
+    rig.advance_host();
+    assert!(rig.ended.len() == 9 && rig.ended.iter().all(|(_, status)| status.is_ok()), "{:?}", rig.ended);
+    assert!(rig.late.is_empty() && rig.actions.is_empty(), "completions are looked for before a command is late");
+    assert_eq!(rig.host.state(), ControllerState::Live);
+}
+
+#[test]
+fn a_fatal_error_of_our_controller_is_reset_and_fails_no_request() {
+    let mut rig = live(2);
+    rig.fake.borrow_mut().is_prompt = false;
+    for block in 0..20 {
+        rig.submit(1 + block as u16 % 2, 0, Op::Write, block).unwrap();
+    }
+    rig.run(|rig| rig.fake.borrow().held.len() == 20, S);
+    rig.fake.borrow_mut().fail();
+    assert_eq!(rig.fake.borrow_mut().read32(CSTS) & 2, 2, "CSTS.CFS");
+    // Some requests are complete, without a completion that the host could see; the others never are.
+    (0..5).for_each(|_| rig.fake.borrow_mut().complete(0, Status::Ok));
+    rig.fake.borrow_mut().is_prompt = true;
+    rig.finish();
+    assert!(rig.ended.len() == 20 && rig.ended.iter().all(|(_, status)| status.is_ok()), "{:?}", rig.ended);
+    rig.run(|rig| rig.host.state() == ControllerState::Live, 200 * S);
+}
+
+#[test]
+fn a_doorbell_that_is_no_index_costs_at_most_a_reset() {
+    for (qid, is_head) in [(1, false), (1, true), (0, false), (0, true)] {
+        for value in [32, 0xffff, u32::MAX] {
+            let mut rig = Rig::live(RealController::transport(), NvmeHostConfig { has_shadow: false, ..config(2) });
+            rig.fake.borrow_mut().break_doorbell(qid, is_head, value);
+            rig.turn_fake();
+            // The admin queue is looked at without its owner.
+            assert_eq!(rig.fake.borrow().doorbell_faults, u64::from(qid > 0), "queue {qid}: {value:#x}");
+            for block in 0..30 {
+                let _ = rig.submit(1 + block as u16 % 2, 0, Op::Write, block);
+            }
+            // An event tells of it, or the commands of the queue are late.
+            rig.finish();
+            assert!(rig.ended.iter().all(|(_, status)| status.is_ok()), "{:?}", rig.ended);
+            rig.run(|rig| rig.host.state() == ControllerState::Live, 200 * S);
+            let cookie = rig.submit(1, 0, Op::Read, 40).unwrap();
+            rig.finish();
+            assert_eq!(rig.ended.last(), Some(&(cookie, Status::Ok)));
+        }
+    }
+}
+
+#[test]
+fn memory_that_is_withdrawn_fails_its_requests_or_stops_its_queue() {
+    let regions = live(2).fake.borrow().domain.regions().len();
+    let mut failed = Vec::new();
+    for number in 0..regions {
+        let mut rig = live(2);
+        rig.fake.borrow_mut().withdraw(Some(number));
+        for block in 0..20 {
+            rig.submit(1 + block as u16 % 2, 0, Op::Write, block).unwrap();
+        }
+        for _ in 0..20 {
+            rig.round();
+            rig.pass();
+        }
+        rig.fake.borrow_mut().withdraw(None);
+        rig.finish();
+        failed.push(rig.ended.iter().filter(|(_, status)| *status == Status::Io).count());
+        assert_eq!(rig.ended.iter().filter(|(_, status)| status.is_ok()).count(), 20 - failed[number]);
+        rig.run(|rig| rig.host.state() == ControllerState::Live, 200 * S);
+        let cookie = rig.submit(1, 0, Op::Write, 40).unwrap();
+        rig.finish();
+        assert_eq!(rig.ended.last(), Some(&(cookie, Status::Ok)));
+    }
+    // Data, memory that no bio uses, and the rings of each queue, which go on where they were.
+    assert_eq!(failed, [20, 0, 0, 0, 0]);
 }

@@ -19,6 +19,19 @@ struct RealWalk {
     chance: Chance,
     rig: Rig<RealController>,
     devices: [Option<DeviceInfo>; 2],
+    /// Queue whose interrupts are lost: it runs when a request is due, and when it gets a message.
+    deaf: Option<u16>,
+    faults: FaultCounts,
+}
+
+/// Faults of the walks, to check that there are some of each.
+#[derive(Debug, Default)]
+struct FaultCounts {
+    fatal: u64,
+    /// Queues stopped by an invalid doorbell.
+    doorbells: u64,
+    withdrawn: u64,
+    deaf: u64,
 }
 
 impl RealWalk {
@@ -34,19 +47,30 @@ impl RealWalk {
         let queues = 1 + chance.below(4) as u16;
         let rig = Rig::live(transport, NvmeHostConfig { ring_entries, has_shadow, ..config(queues) });
         rig.fake.borrow_mut().is_prompt = false;
-        RealWalk { chance, rig, devices: [device(512), device(4096)].map(Some) }
+        RealWalk {
+            chance,
+            rig,
+            devices: [device(512), device(4096)].map(Some),
+            deaf: None,
+            faults: FaultCounts::default(),
+        }
     }
 
     fn step(&mut self) {
-        let RealWalk { chance, rig, .. } = self;
+        let RealWalk { chance, rig, deaf, faults, .. } = self;
         let (qid, now_ns) = (1 + chance.below(rig.queues.len()) as u16, rig.now_ns);
         rig.drain_wide();
-        match chance.below(31) {
+        match chance.below(35) {
             0..=5 => {
                 let op = if chance.one_in(2) { Op::Read } else { Op::Write };
                 let _ = rig.submit(qid, chance.below(2) as u16, op, chance.below(40) as u64);
             }
-            6..=8 => rig.turn_queue(qid),
+            6..=8 => {
+                let is_due = rig.queues[&qid].deadline_ns::<()>().is_some_and(|due_ns| due_ns <= now_ns);
+                if *deaf != Some(qid) || is_due {
+                    rig.turn_queue(qid);
+                }
+            }
             9..=10 => rig.turn_fake(),
             11..=13 => rig.advance_host(),
             14 if !rig.commands.is_empty() => rig.deliver_command(0),
@@ -77,6 +101,28 @@ impl RealWalk {
                 11..=20 => rig.host.resume(now_ns),
                 _ => drop(rig.host.reset(now_ns)),
             },
+            31 if chance.one_in(40) && !rig.fake.borrow().gone => {
+                faults.fatal += 1;
+                rig.fake.borrow_mut().fail();
+            }
+            32 if chance.one_in(8) => {
+                let (qid, is_head) = (chance.below(rig.queues.len() + 1) as u16, chance.one_in(2));
+                let value = [64, 0xffff, 0x1_0000, u32::MAX][chance.below(4)];
+                rig.fake.borrow_mut().break_doorbell(qid, is_head, value);
+            }
+            33 if chance.one_in(6) => {
+                let mut real = rig.fake.borrow_mut();
+                if real.has_withdrawn() {
+                    real.withdraw(None);
+                } else if chance.one_in(4) {
+                    faults.withdrawn += 1;
+                    real.withdraw(Some(chance.below(64)));
+                }
+            }
+            34 if chance.one_in(10) => {
+                *deaf = deaf.is_none().then_some(qid);
+                faults.deaf += 1;
+            }
             _ => {}
         }
     }
@@ -95,6 +141,7 @@ impl RealWalk {
     /// them failed.
     fn heal(&mut self) -> (bool, usize, usize) {
         self.rig.fake.borrow_mut().is_prompt = true;
+        self.rig.fake.borrow_mut().withdraw(None);
         self.rig.tick_ns = 50 * MS;
         self.rig.host.resume(self.rig.now_ns);
         self.finish();
@@ -103,7 +150,27 @@ impl RealWalk {
         rig.check();
         rig.end_wide();
         let failed = rig.ended.iter().filter(|(_, status)| !status.is_ok()).count();
-        (rig.host.state() == ControllerState::Live, rig.ended.len(), failed)
+        let (is_live, ended) = (rig.host.state() == ControllerState::Live, rig.ended.len());
+        if is_live {
+            self.check_works();
+        }
+        (is_live, ended, failed)
+    }
+
+    /// A controller that was repaired works on all queues.
+    fn check_works(&mut self) {
+        let rig = &mut self.rig;
+        rig.fake.borrow_mut().controller.set_namespaces(namespaces(&[device(512), device(4096)].map(Some)));
+        rig.host.reset(rig.now_ns);
+        rig.run(|rig| !rig.host.is_busy() && rig.commands.is_empty(), 600 * S);
+        for op in [Op::Write, Op::Read] {
+            for qid in 1..=self.rig.queues.len() as u16 {
+                let cookie =
+                    self.rig.submit(qid, qid % 2, op, 100 + u64::from(qid)).expect("nothing else is in flight");
+                self.finish();
+                assert_eq!(self.rig.ended.last(), Some(&(cookie, Status::Ok)), "{op:?} on queue {qid}");
+            }
+        }
     }
 
     fn finish(&mut self) {
@@ -130,7 +197,7 @@ impl RealWalk {
 #[test]
 fn no_walk_of_both_sides_loses_a_request() {
     let (mut lives, mut bios, mut failures, asked) = (0, 0, 0, seeds());
-    let mut wide = WideCounts::default();
+    let (mut wide, mut faults) = (WideCounts::default(), FaultCounts::default());
     for seed in asked.clone().unwrap_or(0..SEEDS) {
         println!("BLKYARD_SEED={seed}");
         let mut walk = RealWalk::new(seed);
@@ -144,13 +211,19 @@ fn no_walk_of_both_sides_loses_a_request() {
         wide.refused += counts.refused;
         wide.removed += counts.removed;
         wide.drained += counts.drained;
+        faults.fatal += walk.faults.fatal;
+        faults.doorbells += walk.rig.fake.borrow().doorbell_faults;
+        faults.withdrawn += walk.faults.withdrawn;
+        faults.deaf += walk.faults.deaf;
         lives += u64::from(is_live);
         bios += ended as u64;
         failures += failed as u64;
     }
-    println!("{lives} controllers were live in the end; of {bios} bios, {failures} failed; {wide:?}");
+    println!("{lives} controllers were live in the end; of {bios} bios, {failures} failed; {wide:?}; {faults:?}");
     if asked.is_none() {
         assert!(wide.succeeded > SEEDS && wide.refused > SEEDS && wide.removed > SEEDS && wide.drained > SEEDS / 10);
         assert!(lives > SEEDS / 2 && bios > 10 * SEEDS && (bios / 100..bios / 2).contains(&failures));
+        let FaultCounts { fatal, doorbells, withdrawn, deaf } = faults;
+        assert!(fatal > SEEDS / 10 && doorbells > SEEDS / 10 && withdrawn > SEEDS / 10 && deaf > SEEDS / 10);
     }
 }
