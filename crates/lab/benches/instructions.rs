@@ -46,8 +46,12 @@ const CASES: &[(&str, fn() -> Box<dyn Round>)] = &[
     ("core-null-b32", || Box::new(null(32, true, clock()))),
     ("core-null-b32-nostats", || Box::new(null(32, false, clock()))),
     ("core-null-b32-timeslice", || Box::new(null(32, true, clock()).scheduled(slices()))),
-    ("device-null-b1", || Box::new(device(1))),
-    ("device-null-b32", || Box::new(device(32))),
+    ("device-null-b1", || Box::new(device(NULL, 1))),
+    ("device-null-b32", || Box::new(device(NULL, 32))),
+    ("multipath-adaptive-b1", || Box::new(device(&paths("adaptive"), 1))),
+    ("multipath-adaptive-b32", || Box::new(device(&paths("adaptive"), 32))),
+    ("multipath-hedged-b32", || Box::new(device(&paths("adaptive&hedged_reads=on"), 32))),
+    ("multipath-round-robin-b32", || Box::new(device(&paths("round-robin"), 32))),
     ("sched-deadline-64", || Box::new(deadline(64))),
     ("sched-fair-64", || Box::new(fair(64))),
     ("sched-fair-4096", || Box::new(fair(4096))),
@@ -99,9 +103,16 @@ fn counted_rounds(case: &mut dyn Round, rounds: u64) -> u64 {
     (0..rounds).map(|_| case.round()).sum()
 }
 
-/// The null device as users have it: opened by its name, its queues like those of any other kind.
-fn device(depth: usize) -> impl Round {
-    let device = Device::open("null:1G").unwrap_or_else(|error| panic!("{error}"));
+const NULL: &str = "null:1G";
+
+/// Two null devices as paths to one disk.
+fn paths(policy: &str) -> String {
+    format!("multipath:{NULL},{NULL}?unidentified=on&policy={policy}")
+}
+
+/// A device as users have it: opened by its name, its queues like those of any other kind.
+fn device(name: &str, depth: usize) -> impl Round + use<> {
+    let device = Device::open(name).unwrap_or_else(|error| panic!("{error}"));
     let driver = device.queue(QueueKind::Default, depth.max(2)).unwrap_or_else(|error| panic!("{error}"));
     let ring = Ring::new(RingConfig::default()).unwrap_or_else(|error| panic!("{error}"));
     Load::on(ring, driver, device.info(), buffers(depth), depth, true, clock())
