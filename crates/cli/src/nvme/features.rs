@@ -88,6 +88,41 @@ const EVENTS: &[(u32, &str)] = &[
     (8, "Namespace Attribute Notices"),
 ];
 
+/// Bits of events that are in the text and not in JSON, and their places among the others.
+const TEXT_EVENTS: [(u32, &str, usize); 2] =
+    [(19, "Allocated Namespace Attribute Notices", 5), (16, "Temperature Threshold Hysteresis Recovery", 8)];
+/// A field of the host's behaviour that only JSON has.
+const HOST_BEHAVIOUR_TITLE: &str = "Host Behavior Support";
+/// Columns of an event's name.
+const EVENT_WIDTH: usize = 58;
+
+/// Names of fields that nvme-cli writes otherwise in text than in JSON.
+const TEXT_NAMES: &[(&str, &str)] = &[
+    ("High Priority Weight (HPW)", "High Priority Weight   (HPW)"),
+    ("Low Priority Weight (LPW)", "Low Priority Weight    (LPW)"),
+    ("Arbitration Burst (AB)", "Arbitration Burst       (AB)"),
+    ("Power State (PS)", "Power State   (PS)"),
+    ("Temperature Threshold Hysteresis (TMPTHH)", "Temperature Threshold Hysteresis(TMPTHH)"),
+    ("Threshold Type Select (THSEL)", "Threshold Type Select         (THSEL)"),
+    ("Temperature Threshold (TMPTH)", "Temperature Threshold         (TMPTH)"),
+    ("Time Limited Error Recovery (TLER)", "Time Limited Error Recovery                          (TLER)"),
+    ("Aggregation Time (TIME)", "Aggregation Time     (TIME)"),
+    ("Interrupt Vector (IV)", "Interrupt Vector   (IV)"),
+    ("Host Memory Descriptor List Address (HMDLAU)", "Host Memory Descriptor List Address     (HMDLAU)"),
+    ("Host Memory Descriptor List Address (HMDLAL)", "Host Memory Descriptor List Address     (HMDLAL)"),
+    ("Host Memory Buffer Size (HSIZE)", "Host Memory Buffer Size                  (HSIZE)"),
+    ("Thermal Management Temperature 1 (TMT1)", "Thermal Management Temperature 1 (TMT1) "),
+    ("Thermal Management Temperature 2", "Thermal Management Temperature 2 (TMT2) "),
+    ("LBA Status Information Poll Interval (LSIPI)", "LBA Status Information Poll Interval (LSIPI)  "),
+    ("Host Dispersed Namespace Support (HDISNS)", "Host Dispersed Namespace Support (HDISNS) "),
+    ("Copy Descriptor Format 2h Enable (CDF2E)", "Copy Descriptor Format 2h Enabled (CDF2E) "),
+    ("Copy Descriptor Format 3h Enable (CDF3E)", "Copy Descriptor Format 3h Enabled (CDF3E) "),
+    ("Copy Descriptor Format 4h Enable (CDF4E)", "Copy Descriptor Format 4h Enabled (CDF4E) "),
+    ("No-Deallocate Response Mode (NODRM)", "No-Deallocate Response Mode (NODRM) "),
+    ("Mask Reservation Preempted Notification (RESPRE)", "Mask Reservation Preempted Notification  (RESPRE)"),
+    ("Mask Reservation Released Notification (RESREL)", "Mask Reservation Released Notification   (RESREL)"),
+];
+
 /// Which value of a feature.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Select {
@@ -148,6 +183,10 @@ fn identifier(fid: u8) -> String {
     if fid == 0 { "00".to_owned() } else { format!("{fid:#04x}") }
 }
 
+fn sent(is_sent: bool) -> &'static str {
+    if is_sent { "Send async event" } else { "Do not send async event" }
+}
+
 fn value(result: u32) -> String {
     if result == 0 { "00000000".to_owned() } else { format!("{result:#010x}") }
 }
@@ -163,7 +202,7 @@ impl FeatureValue {
                 let _ = writeln!(text, "  Feature is {capability}");
             }
         } else if is_readable {
-            for (key, value) in self.fields() {
+            for (key, value) in self.text_fields() {
                 show(&mut text, &key, &value, 1);
             }
         } else if !data.is_empty() {
@@ -184,6 +223,39 @@ impl FeatureValue {
             (format!("Feature: {id}"), JsonNode::List(vec![JsonNode::Object(self.fields())]))
         };
         [(format!("feature: {id}"), JsonNode::List(vec![JsonNode::object(summary)])), second]
+    }
+
+    /// The fields as they are in text: a description or another unit is on the line of its value.
+    fn text_fields(&self) -> Vec<(String, JsonNode)> {
+        let mut fields = self.fields();
+        if self.fid == feature::ASYNC_EVENTS {
+            for (bit, name, place) in TEXT_EVENTS {
+                fields.insert(place, (name.to_owned(), sent(self.result >> bit & 1 == 1).into()));
+            }
+            fields.iter_mut().for_each(|(name, _)| *name = format!("{name:EVENT_WIDTH$}"));
+            return fields;
+        }
+        fields.retain(|(name, _)| name != HOST_BEHAVIOUR_TITLE);
+        let mut lines: Vec<(String, JsonNode)> = Vec::with_capacity(fields.len());
+        for (name, value) in fields {
+            let value = match value {
+                JsonNode::Integer(number) => number.to_string().into(),
+                other => other,
+            };
+            match (lines.last_mut(), name.rsplit(' ').next(), &value) {
+                (Some((_, JsonNode::Text(last))), Some("description"), JsonNode::Text(words)) => {
+                    *last = format!("{last} - {words}");
+                }
+                (Some((_, JsonNode::Text(last))), Some("kelvin" | "celsius"), JsonNode::Text(number)) => {
+                    *last = format!("{last} ({number})").replace(" Celsius", " °C");
+                }
+                _ => {
+                    let shown = TEXT_NAMES.iter().find(|(field, _)| *field == name).map_or(&*name, |(_, shown)| shown);
+                    lines.push((shown.to_owned(), value));
+                }
+            }
+        }
+        lines
     }
 
     /// The fields of the value and the data.
@@ -234,7 +306,6 @@ impl FeatureValue {
             feature::VECTOR => vec![("Coalescing Disable (CD)", truth(16)), ("Interrupt Vector (IV)", short(0).into())],
             feature::WRITE_ATOMICITY => vec![("Disable Normal (DN)", truth(0))],
             feature::ASYNC_EVENTS => {
-                let sent = |is_sent| if is_sent { "Send async event" } else { "Do not send async event" };
                 let events = EVENTS.iter().map(|(bit, name)| (*name, sent(bits(*bit, 1) == 1).into()));
                 events.chain([("SMART / Health Critical Warnings", sent(bits(0, 8) != 0).into())]).collect()
             }
@@ -279,7 +350,7 @@ impl FeatureValue {
                 let truth = |is_set| JsonNode::from(if is_set { "True" } else { "False" });
                 let (bytes, formats) = ([0, 1, 2].map(|at| self.integer(at, 1)), self.integer(4, 2));
                 vec![
-                    ("Host Behavior Support", truth(bytes[0] & 1 != 0)),
+                    (HOST_BEHAVIOUR_TITLE, truth(bytes[0] & 1 != 0)),
                     ("Advanced Command Retry Enable (ACRE)", truth(bytes[0] != 0)),
                     ("Extended Telemetry Data Area 4 Supported (ETDAS)", truth(bytes[1] != 0)),
                     ("LBA Format Extension Enable (LBAFEE)", truth(bytes[2] != 0)),
@@ -412,6 +483,25 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn text_has_a_description_and_another_unit_on_one_line() {
+        let text = value(feature::TEMPERATURE, 0x0051_014c, &[]).text(true);
+        let lines: Vec<_> = text.lines().skip(1).collect();
+        let expected = [
+            "\tTemperature Threshold Hysteresis(TMPTHH): -272 °C (1 K)",
+            "\tThreshold Type Select         (THSEL): 1 - Under Temperature Threshold",
+            "\tThreshold Temperature Select (TMPSEL): 1 - Temperature Sensor 1",
+            "\tTemperature Threshold         (TMPTH): 59 °C (332 K)",
+        ];
+        assert_eq!(lines, expected);
+        let text = value(THERMAL, 0x0140_0150, &[]).text(true);
+        assert!(text.contains("\tThermal Management Temperature 2 (TMT2) : 336 K (63 °C)\n"), "{text}");
+        let text = value(feature::ASYNC_EVENTS, 1 << 19, &[]).text(true);
+        let line = format!("\t{:58}: Send async event", "Allocated Namespace Attribute Notices");
+        assert_eq!(text.lines().nth(6), Some(&*line), "{text}");
+        assert_eq!(text.matches(": Send async event").count(), 1);
     }
 
     #[test]
