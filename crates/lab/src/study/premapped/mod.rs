@@ -10,6 +10,7 @@
 //! Without a model: io_uring with O_DIRECT on a file (`host.rs`), and a device of the user's choice (`device.rs`).
 
 mod device;
+mod follow_up;
 mod host;
 mod interval;
 mod mapping;
@@ -358,6 +359,8 @@ mod tests {
         let place = |what: &str| text.find(what).unwrap_or_else(|| panic!("{what} is missing"));
         assert!(place("\ngoals") < place("\nclaims") && place("\nclaims") < place("1 device: CPU"));
         assert!(!text.contains("NaN"));
+        assert!(place("dma-buf, strict IOMMU: mapped once has 8.8 times") > place("\nlater figures"), "{text}");
+        assert_eq!(text.matches("  not applicable: depth").count(), 6, "{text}");
         assert!(text.contains("without a model: not measured, no disk"), "{text}");
         assert!(text.lines().skip(7).all(|line| line.chars().count() <= 130), "{text}");
         let json: serde_json::Value = serde_json::from_str(&report.json()).unwrap();

@@ -28,6 +28,8 @@ pub(crate) enum PremappedVerdict {
     BuiltIn,
     /// It cannot be shown here.
     NotShown,
+    /// It is a figure of something that is not here.
+    NotApplicable,
 }
 
 /// A goal.
@@ -46,10 +48,10 @@ pub(crate) struct PremappedGoal {
 /// A claim of the post or its follow-up.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct PremappedClaim {
-    pub(crate) what: &'static str,
+    pub(crate) what: String,
     pub(crate) found: String,
     pub(crate) verdict: PremappedVerdict,
-    pub(crate) reason: &'static str,
+    pub(crate) reason: String,
 }
 
 /// Ratio of two rows' figures, sample by sample, since samples alternate.
@@ -70,7 +72,7 @@ fn submit(row: &PremappedRow) -> Vec<f64> {
 }
 
 /// Polled, with the charge of a model; only a mapping that is made once has none.
-fn charged(model: MappingModel) -> impl Fn(&PremappedRow) -> Vec<f64> {
+pub(crate) fn charged(model: MappingModel) -> impl Fn(&PremappedRow) -> Vec<f64> {
     move |row| {
         let charge_ns = if row.memory == IoMemory::Mapped { 0.0 } else { model.total_ns(row.bytes) };
         row.samples.total_ns().map(|ns| ns + charge_ns).collect()
@@ -78,7 +80,7 @@ fn charged(model: MappingModel) -> impl Fn(&PremappedRow) -> Vec<f64> {
 }
 
 /// By interrupt, without a model of mapping.
-fn interrupt(rows: &PremappedRows) -> impl Fn(&PremappedRow) -> Vec<f64> {
+pub(crate) fn interrupt(rows: &PremappedRows) -> impl Fn(&PremappedRow) -> Vec<f64> {
     let sleep_ns = rows.sleep.total_ns();
     move |row| row.samples.total_ns().map(|ns| ns + sleep_ns / row.batch.min(row.bed.depth()) as f64).collect()
 }
@@ -136,7 +138,7 @@ fn flat(rows: &PremappedRows) -> PremappedGoal {
     worst("submission, mapped: any size/512 B".into(), "at most 1.10 up to 1 MiB", found, false)
 }
 
-fn most(value: MedianInterval, limit: f64) -> PremappedVerdict {
+pub(crate) fn most(value: MedianInterval, limit: f64) -> PremappedVerdict {
     if value.high <= limit {
         PremappedVerdict::Yes
     } else if value.low > limit {
@@ -203,40 +205,40 @@ pub(crate) fn claims(rows: &PremappedRows) -> Vec<PremappedClaim> {
     let busch = flat_of(rows);
     vec![
         PremappedClaim {
-            what: "512 B, polled: mapped has 0.978 of the IOPS of registered (the post)",
+            what: "512 B, polled: mapped has 0.978 of the IOPS of registered (the post)".into(),
             found: found(small),
             verdict: slower,
-            reason: "",
+            reason: String::new(),
         },
         PremappedClaim {
-            what: "512 B: mapped has 1.009 of the IOPS of registered (follow-up)",
+            what: "512 B: mapped has 1.009 of the IOPS of registered (follow-up)".into(),
             found: found(small),
             verdict: faster,
-            reason: "",
+            reason: String::new(),
         },
         PremappedClaim {
-            what: "128 KiB, polled: mapped has 1.008 of the IOPS of registered (the post)",
+            what: "128 KiB, polled: mapped has 1.008 of the IOPS of registered (the post)".into(),
             found: "equal: the modelled link limits both".into(),
             verdict: PremappedVerdict::NotShown,
-            reason: "the ceiling is the post's own figure, and its samples of both overlap",
+            reason: "the ceiling is the post's own figure, and its samples of both overlap".into(),
         },
         PremappedClaim {
-            what: "128 KiB, by interrupt: mapped takes half the CPU (the post)",
+            what: "128 KiB, by interrupt: mapped takes half the CPU (the post)".into(),
             found: format!("{} without a model of mapping", found(large)),
             verdict: most(large, HALF),
-            reason: "",
+            reason: String::new(),
         },
         PremappedClaim {
-            what: "submission of mapped memory is flat from 4 to 64 KiB (K. Busch: 1504, 1490, 1586 ns)",
+            what: "submission of mapped memory is flat from 4 to 64 KiB (K. Busch: 1504, 1490, 1586 ns)".into(),
             found: found(busch),
             verdict: most(busch, FLAT_MAX),
-            reason: "",
+            reason: String::new(),
         },
         PremappedClaim {
-            what: "a mapping is good for one file only (the post)",
+            what: "a mapping is good for one file only (the post)".into(),
             found: "one registration has a mapping for each DMA domain".into(),
             verdict: PremappedVerdict::No,
-            reason: "",
+            reason: String::new(),
         },
     ]
 }
