@@ -230,7 +230,7 @@ fn latency_policy(ground: &ScenarioContext) -> Result<()> {
         part["rows"].as_array().with_context(|| format!("{name} has no rows"))
     };
     let counts =
-        [("sequential write", 6), ("decay", 11), ("capacity", 6), ("published", 12), ("drawn", 6), ("hedged", 2)];
+        [("sequential write", 6), ("decay", 11), ("capacity", 6), ("published", 13), ("drawn", 6), ("hedged", 2)];
     for (name, count) in counts {
         ensure!(rows(name)?.len() == count, "{name}: {} rows, not {count}", rows(name)?.len());
     }
