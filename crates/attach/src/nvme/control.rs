@@ -257,7 +257,7 @@ impl<T: NvmeTransport> NvmeControl<T> {
         let opened = free.filter(|_| has_room).and_then(|number| self.queues[number].open(number, kind, served));
         let Some(opened) = opened else {
             let (disk, have) = (self.name().to_owned(), self.share());
-            let cure = "raise ?queues=N if the controller has more, or use fewer lanes";
+            let cure = "raise ?queues=N if the controller has more, or ask for fewer queues";
             return Err(AttachError::Queues { disk, wanted: have + 1, have, cure });
         };
         if self.outage.as_ref().is_some_and(Outage::gave_up) {
@@ -536,7 +536,7 @@ impl<T: NvmeTransport> NvmeControl<T> {
             tracing::warn!("{}: {why}; I/O waits until it is connected again{held_back}", self.name());
         }
         self.shared.note(|view| {
-            view.is_connected = false;
+            (view.is_connected, view.is_suspended) = (false, false);
             view.last_loss = Some(why);
         });
     }

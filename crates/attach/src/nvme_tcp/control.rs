@@ -248,7 +248,7 @@ impl TcpControl {
         let free = numbers.find(|number| self.queues[*number].is_none());
         let (Some(index), Some(namespace)) = (free, &self.namespace) else {
             let (disk, cure) =
-                (self.config.name.clone(), "raise ?queues=N if the controller has more, or use fewer lanes");
+                (self.config.name.clone(), "raise ?queues=N if the controller has more, or ask for fewer queues");
             return Err(AttachError::Queues { disk, wanted: have + 1, have, cure });
         };
         let qid = index as u16 + 1;
