@@ -14,7 +14,7 @@
 //! A [`MultipathQueue`] is the driver of a hardware queue over the drivers of its paths: it chooses, and moves requests
 //! off a path that is lost. The owner of a path's connection tells its state and its proofs by a [`PathMonitor`].
 //!
-//! After construction nothing here allocates, except for another policy.
+//! After construction nothing here allocates, except for other rules ([`PathRules`]).
 #![forbid(unsafe_code)]
 
 mod adaptive;

@@ -567,9 +567,12 @@ impl FabricsIoQueue {
         self.receive(&[]);
     }
 
-    /// Destination of the next bytes of the stream if they are data: they may be received into it directly.
+    /// Destination of the next bytes of the stream if they are data: they may be received into it directly. Not into
+    /// memory of the queue: a hedge may be in flight when the queue leaves its lane, and a receive that is left behind
+    /// there must not end in the buffer of a later one.
     pub fn destination(&self) -> Option<Segment> {
-        self.queue.destination()
+        let own = self.private.segment(0, 0).region;
+        self.queue.destination().filter(|segment| segment.region != own)
     }
 
     /// So many bytes were received into the [destination](FabricsIoQueue::destination).

@@ -1,18 +1,12 @@
 //! Reads that were given up: what still comes for them goes to waste memory, and touches nothing else.
 
 use blkyard_mem::{Region, RegionTable, Segment};
-use blkyard_nvme::tcp::{SendList, TcpDirection, TcpHostEvent, TcpHostOptions, TcpHostQueue};
+use blkyard_nvme::tcp::{SendList, TcpDirection, TcpHostEvent, TcpHostQueue};
 use blkyard_nvme::{Completed, NvmeStatus, Sqe, io};
-use blkyard_wire::nvme_tcp::{C2hData, Framing, IcResp, Pdu};
+use blkyard_wire::nvme_tcp::{C2hData, Framing, Pdu};
 
-const OPTIONS: TcpHostOptions = TcpHostOptions {
-    depth: 8,
-    segments_max: 8,
-    in_capsule: 512,
-    header_digest: false,
-    data_digest: false,
-    alignment: 0,
-};
+use super::hostile_target::{OPTIONS, RESPONSE};
+
 /// Behind the data of all requests.
 const WASTE: Segment = Segment { region: 0, offset: 64 << 10, len: 4096 };
 
@@ -33,8 +27,7 @@ impl Host {
         let memory = RegionTable::new(vec![Region::anonymous(1 << 20).unwrap()]);
         let mut host = Host { queue: TcpHostQueue::new(OPTIONS), memory };
         host.send();
-        let response = IcResp { alignment: 0, header_digest: false, data_digest: false, maxh2cdata: 4096 };
-        assert_eq!(host.receive(&encode(Pdu::IcResp(response), 0)), [TcpHostEvent::Started]);
+        assert_eq!(host.receive(&encode(Pdu::IcResp(RESPONSE), 0)), [TcpHostEvent::Started]);
         for slot in 0..2 {
             let segments =
                 [0, 8192].map(|offset| Segment { region: 0, offset: offset + u64::from(slot) * 16384, len: 2048 });

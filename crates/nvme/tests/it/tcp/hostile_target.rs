@@ -5,7 +5,7 @@ use blkyard_nvme::tcp::{SendList, SendPiece, TcpDirection, TcpEnd, TcpHostEvent,
 use blkyard_nvme::{Completed, Cqe, NvmeStatus, Sqe, io};
 use blkyard_wire::nvme_tcp::{C2hData, FatalStatus, Framing, IcResp, Pdu, R2t, TermReq};
 
-const OPTIONS: TcpHostOptions = TcpHostOptions {
+pub const OPTIONS: TcpHostOptions = TcpHostOptions {
     depth: 8,
     segments_max: 8,
     in_capsule: 512,
@@ -13,7 +13,7 @@ const OPTIONS: TcpHostOptions = TcpHostOptions {
     data_digest: false,
     alignment: 0,
 };
-const RESPONSE: IcResp = IcResp { alignment: 0, header_digest: false, data_digest: false, maxh2cdata: 4096 };
+pub const RESPONSE: IcResp = IcResp { alignment: 0, header_digest: false, data_digest: false, maxh2cdata: 4096 };
 
 fn memory() -> RegionTable {
     RegionTable::new(vec![Region::anonymous(1 << 20).unwrap()])
