@@ -334,7 +334,13 @@ impl DeviceOps for MultipathDevice {
     }
 
     fn describe(&self) -> String {
-        format!("{} paths, policy {}", self.paths.len(), self.settings.rules().policy.name())
+        let PathRules { policy, hedged_reads, .. } = self.settings.rules();
+        let hedges = match hedged_reads {
+            None => "",
+            Some(_) if self.monitors.iter().flatten().count() > 1 => ", hedged reads",
+            Some(_) => ", hedged reads set but of no effect: they need two paths over NVMe/TCP",
+        };
+        format!("{} paths, policy {}{hedges}", self.paths.len(), policy.name())
     }
 
     fn queue(&self, kind: QueueKind, depth: usize) -> Result<DeviceQueue, DeviceError> {

@@ -215,7 +215,7 @@ fn set_device(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<Stri
     if let (Some(are_hedged), Some(settings)) = (hedged_reads, served.device.path_settings()) {
         settings.change(|rules| rules.hedged_reads = are_hedged.then(HedgeConfig::default));
         let what = if are_hedged {
-            "a read that is late on its path is sent to another one as well"
+            "a read that is late on its NVMe/TCP path is sent to another one as well"
         } else {
             "reads are not hedged"
         };

@@ -184,7 +184,7 @@ fn hedged_reads_pass_a_hung_target_and_its_late_answers_change_nothing() {
         "{late} commands are at the hung target, {won} of its reads were answered by the other"
     );
     let text = succeed(rig.folder, &["inspect", "--control", "c"]);
-    assert!(text.contains(" hedged reads, "), "{text}");
+    assert!(text.contains(", hedged reads\n") && text.contains(" hedged reads, "), "{text}");
     let reads = rig.ios();
     let load = Process::spawn(program(rig.folder, &READS).stdout(Stdio::null()));
     wait_until("there are reads", || rig.ios() > reads + 1000);
@@ -302,6 +302,9 @@ fn latency_measures_as_the_tracker_of_its_device() {
     succeed(folder, &["set", "--control", "c", "device:0", "tracker_window_us=1000"]);
     let short = reads();
     assert!(short[1] > 0, "{short:?}");
+    succeed(folder, &["set", "--control", "c", "device:0", "hedged_reads=on"]);
+    let text = succeed(folder, &["inspect", "--control", "c"]);
+    assert!(text.contains("hedged reads set but of no effect"), "these paths cannot: {text}");
     let refused = run(folder, &["set", "--control", "c", "device:0", "hedged_reads=perhaps"]);
     assert!(!refused.status.success());
     daemon.stop();
