@@ -66,11 +66,11 @@ impl Wake for LaneWaker {
 /// Eventfds of other processes, for the pollers of a lane: signals them, and stops polling them. The other end may have
 /// arranged that a plain write would block; these calls never block.
 pub trait SignalEventfd {
-    /// Signals an eventfd. If an earlier signal of the same slot is not known to be done, the eventfd is signalled once
-    /// more when it is. A slot belongs to the caller and is numbered at its first use.
+    /// Signals an eventfd. A slot belongs to the caller, is numbered at its first use, and signals the eventfd that it
+    /// was first used with until it is forgotten.
     fn signal(&mut self, place: &mut SignalSlot, eventfd: BorrowedFd<'_>);
 
-    /// The eventfd of this slot is about to be another: a signal that is not done is cancelled.
+    /// The eventfd of this slot is about to be another.
     fn forget(&mut self, place: &mut SignalSlot);
 
     /// Stops polling an eventfd of a poller, which another lane will read from now on: a lane that reads an eventfd
@@ -78,7 +78,7 @@ pub trait SignalEventfd {
     fn ignore(&mut self, _eventfd: BorrowedFd<'_>) {}
 }
 
-/// Identifies a poller's signal that is not known to be done.
+/// Identifies an eventfd that a poller signals.
 #[derive(Debug, Default)]
 pub struct SignalSlot(pub Option<u32>);
 

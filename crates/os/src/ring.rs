@@ -343,8 +343,8 @@ impl Ring {
         self.failure.take()
     }
 
-    /// Moves completions into the inboxes, and resets the eventfds that were signalled. Makes no call into the ring,
-    /// except to repeat signals of others' eventfds. Returns the number of completions.
+    /// Moves completions into the inboxes, and resets the eventfds that were signalled. Makes no call into the ring.
+    /// Returns the number of completions.
     #[inline]
     pub fn reap(&mut self) -> usize {
         let mut count = 0;
@@ -370,7 +370,8 @@ impl Ring {
                     }
                     known
                 }
-                KIND_SIGNAL => self.signals.ended(index, data as u32),
+                // Its eventfd may be replaced already.
+                KIND_SIGNAL => result == 0,
                 KIND_STREAM => self.streams.ended(index, data as u32, result),
                 KIND_CANCEL => true,
                 _ => false,
@@ -380,7 +381,6 @@ impl Ring {
             }
         }
         self.reaped += count;
-        self.repeat_signals();
         self.run_streams();
         count as usize
     }
@@ -493,7 +493,7 @@ impl Drop for Ring {
 impl Ring {
     /// Waits until no entry in the kernel could touch memory. False if that cannot be known.
     fn quiesce(&mut self) -> bool {
-        // Polls and signals are over once they are cancelled. One that has completed meanwhile, or was never submitted,
+        // Polls are over once they are cancelled. One that has completed meanwhile, or was never submitted,
         // is not found. Kernels before 6.0 have no such cancel; there a poll ends with the ring, and need not be waited
         // for, since it writes to no memory.
         let cancel = |old: u64| self.uring.submitter().register_sync_cancel(None, CancelBuilder::user_data(old));
@@ -508,7 +508,7 @@ impl Ring {
         // Operations of connections end when those are reset. Accepts and timers write to no memory either.
         self.streams.reset_all();
         self.streams.out(true).for_each(|old| _ = left(old));
-        let polls = self.eventfds.armed().chain(self.signals.out()).chain(self.streams.out(false));
+        let polls = self.eventfds.armed().chain(self.streams.out(false));
         let polls_left = polls.filter(|old| left(*old)).count() as u64;
         loop {
             self.reap();

@@ -195,8 +195,6 @@ fn quiet(eventfd: BorrowedFd<'_>) -> bool {
     // Its owner may have left the descriptor blocking, and may have read it first.
     match rustix::io::preadv2(eventfd, &mut buffers, u64::MAX, rustix::io::ReadWriteFlags::NOWAIT) {
         Ok(8) | Err(rustix::io::Errno::AGAIN) => true,
-        // Older than Linux 5.12: event descriptors had no such call.
-        Err(rustix::io::Errno::OPNOTSUPP) => rustix::io::read(eventfd, &mut count) == Ok(8),
         // An epoll instance cannot be read: it is reset once it has reported all its events.
         Err(rustix::io::Errno::INVAL) => quiet_set(eventfd),
         _ => false,

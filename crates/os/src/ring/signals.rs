@@ -1,53 +1,60 @@
-//! Foreign eventfds that a lane signals: the call eventfds of a front-end.
+//! Foreign eventfds that a lane signals: the call eventfds of a front-end, the kick eventfds of a back-end.
 //!
-//! Each signal is an entry of the lane's own ring, submitted at once. The kernel writes without waiting if the
-//! descriptor is non-blocking. If the peer has made it blocking, a kernel thread writes, and waits while its counter
-//! is full; the lane does not. One entry for each slot may be in flight, so such a peer delays only its own eventfd.
-//! The peer may have received the signal and reacted before the completion is reaped, so an eventfd that is to be
-//! signalled meanwhile is signalled once more on completion.
+//! The other end may have made its eventfd blocking and full, and may change that at any time, so nothing is written to
+//! it: a write may wait, whatever was checked before. Each eventfd is registered with a small ring of its own instead,
+//! and a signal is a message from the lane's ring to that ring. The kernel posts the message as a completion and
+//! signals the eventfd as it does for any completion, which never waits: a full counter stays full.
 //!
-//! Unsafe: entries carry the address of the count that is written, which is static.
+//! Messages are posted while the lane submits them. None is in flight after that, so nothing has to be waited for when
+//! the eventfd is replaced or the lane ends.
 
-use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::Arc;
 
 use blkyard_mq::{SignalEventfd, SignalSlot};
-use io_uring::{opcode, types};
+use io_uring::{IoUring, opcode, types};
 
 use super::{KIND_SIGNAL, Ring, RingCounters, name};
 
-/// Value added to the counter of an event descriptor.
-static ONE: [u8; 8] = 1_u64.to_ne_bytes();
+/// The ring to which an eventfd is registered.
+struct Signaller {
+    uring: IoUring,
+    /// Number of the lane's entry that carries the latest message, counted from its ring's first.
+    entry: u64,
+}
 
-/// A slot, and whether a signal of it is in flight.
-#[derive(Debug, Default)]
+impl Signaller {
+    #[cold]
+    fn new(eventfd: BorrowedFd<'_>) -> io::Result<Signaller> {
+        // One message at a time: the completion of the last one is taken before the next is sent.
+        let uring = IoUring::new(1)?;
+        uring.submitter().register_eventfd(eventfd.as_raw_fd())?;
+        Ok(Signaller { uring, entry: 0 })
+    }
+}
+
+/// What a lane keeps for an eventfd.
+#[derive(Default)]
 struct SignalState {
-    out: bool,
-    /// To be signalled once more when the current signal completes.
-    again: bool,
-    /// Number of cancelled signals: a completion with an older number is of another eventfd.
-    generation: u32,
     /// Whether it is in use.
     taken: bool,
-    /// Our duplicate of the eventfd: an entry may wait for the kernel while the owner closes the descriptor and its
-    /// number names another file.
-    eventfd: Option<OwnedFd>,
+    signaller: Option<Signaller>,
+    /// Whether it was reported that no signaller can be made.
+    reported: bool,
 }
 
 /// Signal slots of a lane.
-#[derive(Debug)]
 pub(super) struct EventfdSignals {
     places: Vec<SignalState>,
-    /// Eventfds of rings that were called off, which entries not yet submitted may still name.
-    parting: Vec<OwnedFd>,
-    /// Slots to be signalled once more, since their previous signal has completed.
-    repeats: Vec<u32>,
+    /// Signallers that were given up, which entries not yet submitted may still name.
+    parting: Vec<Signaller>,
     view: Arc<RingCounters>,
 }
 
 impl EventfdSignals {
     pub(super) fn new(view: Arc<RingCounters>) -> EventfdSignals {
-        EventfdSignals { places: Vec::new(), parting: Vec::new(), repeats: Vec::new(), view }
+        EventfdSignals { places: Vec::new(), parting: Vec::new(), view }
     }
 
     /// Index of a slot, assigned at its first use.
@@ -61,88 +68,37 @@ impl EventfdSignals {
         let free = self.places.iter().position(|place| !place.taken);
         let index = free.unwrap_or_else(|| {
             self.places.push(SignalState::default());
-            // Room for all from the start: signalling allocates nothing.
-            self.repeats.reserve(self.places.len() - self.repeats.len());
             self.places.len() - 1
         });
         self.places[index].taken = true;
         self.view.count_signals(1);
         index as u32
     }
-
-    /// A signal has completed, or failed permanently. False if none was in flight.
-    pub(super) fn ended(&mut self, index: usize, generation: u32) -> bool {
-        let Some(place) = self.places.get_mut(index) else { return false };
-        if generation != place.generation {
-            return true; // Of an eventfd that was replaced.
-        }
-        if std::mem::take(&mut place.again) {
-            self.repeats.push(index as u32);
-        }
-        std::mem::take(&mut place.out)
-    }
-
-    /// The rings that the kernel may have.
-    pub(super) fn out(&self) -> impl Iterator<Item = u64> {
-        let out = self.places.iter().enumerate().filter(|(_, place)| place.out);
-        out.map(|(index, place)| name(KIND_SIGNAL, index as u32, place.generation))
-    }
-}
-
-impl Ring {
-    /// Repeats signals that were requested while the previous one was in flight.
-    #[inline]
-    pub(super) fn repeat_signals(&mut self) {
-        while let Some(index) = self.signals.repeats.pop() {
-            self.signal_at(index);
-        }
-    }
-
-    /// Signals the eventfd of a slot without a signal in flight.
-    fn signal_at(&mut self, index: u32) {
-        let place = &mut self.signals.places[index as usize];
-        let Some(own) = &place.eventfd else { return };
-        place.out = true;
-        let name = name(KIND_SIGNAL, index, place.generation);
-        let write = opcode::Write::new(types::Fd(own.as_raw_fd()), ONE.as_ptr(), ONE.len() as u32);
-        // SAFETY: the entry points to a static, and its descriptor is kept open until it is submitted.
-        unsafe { self.push_named(&write.build().user_data(name)) };
-        self.submit();
-    }
 }
 
 impl SignalEventfd for Ring {
     fn signal(&mut self, place: &mut SignalSlot, eventfd: BorrowedFd<'_>) {
         let index = self.signals.number(place);
+        let submitted = self.pushed - self.uring.submission().len() as u64;
         let place = &mut self.signals.places[index as usize];
-        if place.out {
-            place.again = true;
-            return;
+        let Some(signaller) = place.signaller_for(eventfd) else { return };
+        if signaller.entry > submitted {
+            return; // A message that is not sent yet is this signal as well.
         }
-        if place.eventfd.is_none() {
-            match eventfd.try_clone_to_owned() {
-                Ok(own) => place.eventfd = Some(own),
-                Err(error) => {
-                    return tracing::error!(%error, "an eventfd cannot be duplicated, so it is not signalled; raise the limit on open files");
-                }
-            }
-        }
-        self.signal_at(index);
+        signaller.uring.completion().for_each(drop);
+        signaller.entry = self.pushed + 1;
+        let message = opcode::MsgRingData::new(types::Fd(signaller.uring.as_raw_fd()), 0, 0, None);
+        // SAFETY: the entry points to no memory, and its ring is kept until it is submitted.
+        unsafe { self.push_named(&message.build().user_data(name(KIND_SIGNAL, index, 0))) };
+        self.submit();
         self.reap();
     }
 
     fn forget(&mut self, place: &mut SignalSlot) {
         let Some(index) = place.0.take() else { return };
-        let place = &mut self.signals.places[index as usize];
-        let old = name(KIND_SIGNAL, index, place.generation);
-        let (was_out, eventfd) = (place.out, place.eventfd.take());
-        *place = SignalState { generation: place.generation.wrapping_add(was_out.into()), ..SignalState::default() };
-        self.view.count_signals(-1);
-        if was_out {
-            self.signals.parting.extend(eventfd);
-            self.cancel(old);
-            self.submit();
-        }
+        let old = std::mem::take(&mut self.signals.places[index as usize]);
+        self.signals.view.count_signals(-1);
+        self.signals.parting.extend(old.signaller);
         if self.uring.submission().is_empty() {
             self.signals.parting.clear();
         }
@@ -152,6 +108,28 @@ impl SignalEventfd for Ring {
         while let Some(index) = self.eventfds.index_of(eventfd) {
             self.unwatch(index);
             self.submit();
+        }
+    }
+}
+
+impl SignalState {
+    #[inline]
+    fn signaller_for(&mut self, eventfd: BorrowedFd<'_>) -> Option<&mut Signaller> {
+        if self.signaller.is_none() {
+            self.make_signaller(eventfd);
+        }
+        self.signaller.as_mut()
+    }
+
+    #[cold]
+    fn make_signaller(&mut self, eventfd: BorrowedFd<'_>) {
+        match Signaller::new(eventfd) {
+            Ok(signaller) => self.signaller = Some(signaller),
+            // It is tried again for the next signal.
+            Err(error) if !std::mem::replace(&mut self.reported, true) => {
+                tracing::error!(%error, "no ring can be made for an eventfd, so it is not signalled; raise the limit on open files");
+            }
+            Err(_) => {}
         }
     }
 }
