@@ -75,8 +75,20 @@ pub struct Adaptive {
     in_flight: u32,
     /// Time at which some path may be due for a probe.
     probe_ns: u64,
+    costs: PathCosts,
     /// Generation of the path set.
     generation: u32,
+}
+
+/// The costs that were last computed, for I/Os of a batch: those of one class that are submitted at one time.
+#[derive(Clone, Debug, Default)]
+struct PathCosts {
+    class: usize,
+    now_ns: u64,
+    /// Bit set of the paths whose cost holds.
+    valid: u32,
+    /// By path, ns.
+    costs: [f32; PATHS_MAX],
 }
 
 #[derive(Clone, Debug, Default)]
@@ -126,8 +138,26 @@ struct EstimateWindow {
 
 impl Default for Adaptive {
     fn default() -> Self {
-        Adaptive { paths: std::array::from_fn(|_| PathEstimate::default()), in_flight: 0, probe_ns: 0, generation: 0 }
+        Adaptive {
+            paths: std::array::from_fn(|_| PathEstimate::default()),
+            in_flight: 0,
+            probe_ns: 0,
+            costs: PathCosts::default(),
+            generation: 0,
+        }
     }
+}
+
+/// The larger of two numbers. `f32::max` takes three times as many instructions, for numbers that are none.
+#[inline]
+fn larger(one: f32, other: f32) -> f32 {
+    if one > other { one } else { other }
+}
+
+/// A duration as a number; one of more than 292 years as 292 years. Unsigned numbers have no such instruction.
+#[inline]
+fn ns(duration_ns: u64) -> f32 {
+    i64::try_from(duration_ns).unwrap_or(i64::MAX) as f32
 }
 
 /// Class of an I/O: direction and size.
@@ -164,7 +194,7 @@ impl PathEstimate {
         } else {
             FULL_COST * filled
         };
-        base * factor.max(self.slowdown) * self.silence(now_ns)
+        base * larger(factor, self.slowdown) * self.silence(now_ns)
     }
 
     /// How many times longer than expected the path has ended nothing; at least 1.
@@ -173,13 +203,13 @@ impl PathEstimate {
         if self.in_flight == 0 {
             return 1.0;
         }
-        let gap_ns = now_ns.saturating_sub(self.progress_ns) as f32;
+        let gap_ns = ns(now_ns.saturating_sub(self.progress_ns));
         // One completion each latency / in flight is expected. Sixteen such gaps in a row are no chance; completions
         // of larger numbers may come in batches.
         let share = self.in_flight.min(16) as f32;
-        let expected = self.load * 16.0 * self.slowdown.max(1.0);
+        let expected = self.load * 16.0 * larger(self.slowdown, 1.0);
         // Rarely more than expected: then there is nothing to divide.
-        let (gaps, expected) = (gap_ns * share * self.in_flight as f32, expected.max(1.0));
+        let (gaps, expected) = (gap_ns * share * self.in_flight as f32, larger(expected, 1.0));
         if gaps <= expected { 1.0 } else { gaps / expected }
     }
 
@@ -202,7 +232,7 @@ impl PathEstimate {
     #[inline]
     fn end(&mut self, weight: f32) {
         self.in_flight = self.in_flight.saturating_sub(1);
-        self.load = (self.load - weight).max(0.0);
+        self.load = larger(self.load - weight, 0.0);
     }
 
     #[inline]
@@ -347,6 +377,7 @@ impl Adaptive {
     #[inline(never)]
     fn forget_lost(&mut self, paths: &PathSet) {
         self.generation = paths.generation();
+        self.costs.valid = 0;
         for (path, estimate) in self.paths.iter_mut().enumerate() {
             let PathEstimate { in_flight, load, .. } = *estimate;
             if !paths.candidates().has(path) {
@@ -387,23 +418,41 @@ impl Adaptive {
         (all_unknown || self.paths[least].in_flight < UNMEASURED_MAX).then_some(least)
     }
 
-    fn best(&self, paths: &PathSet, class: usize, now_ns: u64) -> Option<(usize, ChoiceReason)> {
-        let (mut best, mut lowest, mut unmeasured) = (None, f32::INFINITY, false);
-        for path in paths.candidates() {
+    #[inline]
+    fn best(&mut self, paths: &PathSet, class: usize, now_ns: u64) -> Option<(usize, ChoiceReason)> {
+        let costs = &mut self.costs;
+        if costs.now_ns != now_ns || costs.class != class {
+            (costs.now_ns, costs.class, costs.valid) = (now_ns, class, 0);
+        }
+        let mut unmeasured = false;
+        for path in paths.candidates().except(costs.valid) {
             let estimate = &self.paths[path];
-            if !estimate.is_measured {
+            if estimate.is_measured {
+                costs.costs[path] = estimate.cost(class, now_ns);
+                costs.valid |= 1 << path;
+            } else {
+                costs.costs[path] = f32::INFINITY;
                 unmeasured = true;
-                continue;
-            }
-            let cost = estimate.cost(class, now_ns);
-            if cost < lowest {
-                (best, lowest) = (Some(path), cost);
             }
         }
         if unmeasured && let Some(path) = self.unmeasured(paths) {
             return Some((path, ChoiceReason::Unmeasured));
         }
-        best.map(|path| (path, ChoiceReason::Best))
+        let (costs, mut candidates) = (&self.costs.costs, paths.candidates());
+        let mut best = candidates.next()?;
+        for path in candidates {
+            if costs[path] < costs[best] {
+                best = path;
+            }
+        }
+        Some((best, ChoiceReason::Best))
+    }
+
+    /// The path of a choice, whose cost is no longer what it was.
+    #[inline]
+    fn changed(&mut self, path: usize) -> &mut PathEstimate {
+        self.costs.valid &= !(1 << path);
+        &mut self.paths[path]
     }
 }
 
@@ -423,8 +472,8 @@ impl PathPolicy for Adaptive {
         } else {
             self.best(paths, class, now_ns)?
         };
-        let estimate = &mut self.paths[path];
-        let weight = estimate.base_of(class).max(1.0);
+        let estimate = self.changed(path);
+        let weight = larger(estimate.base_of(class), 1.0);
         let load = estimate.load + weight;
         estimate.begin(weight, now_ns);
         self.in_flight += 1;
@@ -434,10 +483,10 @@ impl PathPolicy for Adaptive {
     #[inline]
     fn complete(&mut self, choice: PathChoice, now_ns: u64) {
         self.in_flight = self.in_flight.saturating_sub(1);
-        let estimate = &mut self.paths[choice.path];
+        let estimate = self.changed(choice.path);
         estimate.end(choice.weight);
         estimate.progress_ns = now_ns;
-        let latency_ns = now_ns.saturating_sub(choice.start_ns).max(1) as f32;
+        let latency_ns = ns(now_ns.saturating_sub(choice.start_ns).max(1));
         if !estimate.is_lost {
             let is_probe = choice.reason == ChoiceReason::Probe;
             estimate.record(usize::from(choice.class), choice.load, latency_ns, is_probe, now_ns);
@@ -446,6 +495,6 @@ impl PathPolicy for Adaptive {
 
     fn abandon(&mut self, choice: PathChoice) {
         self.in_flight = self.in_flight.saturating_sub(1);
-        self.paths[choice.path].end(choice.weight);
+        self.changed(choice.path).end(choice.weight);
     }
 }

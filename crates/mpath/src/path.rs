@@ -223,6 +223,12 @@ impl Candidates {
         path < PATHS_MAX && self.0 >> path & 1 == 1
     }
 
+    /// The others, without those of a bit set.
+    #[inline]
+    pub(crate) fn except(self, paths: u32) -> Candidates {
+        Candidates(self.0 & !paths)
+    }
+
     /// The only path, if there is exactly one.
     #[inline]
     pub fn only(&self) -> Option<usize> {
@@ -243,9 +249,13 @@ impl Iterator for Candidates {
 
     #[inline]
     fn next(&mut self) -> Option<usize> {
-        let path = (self.0 != 0).then(|| self.0.trailing_zeros() as usize)?;
+        if self.0 == 0 {
+            return None;
+        }
+        let path = self.0.trailing_zeros() as usize;
         self.0 &= self.0 - 1;
-        Some(path)
+        // There are no more, which is said for those who use it as an index.
+        (path < PATHS_MAX).then_some(path)
     }
 }
 
