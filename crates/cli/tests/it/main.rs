@@ -28,6 +28,7 @@ mod nvme;
 mod nvme_abort;
 mod nvme_auth;
 mod nvme_exports;
+mod nvme_foreign;
 #[path = "../common/nvme_guest.rs"]
 mod nvme_guest;
 mod nvme_namespaces;

@@ -31,6 +31,8 @@ pub use session::{VfioSessionError, VfioSessionReserve, VfioSessionView, VfioUse
 
 /// Longest transfer of a command (MDTS), bytes.
 const TRANSFER_BYTES: u32 = 128 << 10;
+/// Descriptors that are received with one message, of an export with fewer vectors.
+const DESCRIPTORS_MAX: usize = 32;
 
 /// Constants of the hash FNV-1a with 128 bits.
 const FNV_BASIS: u128 = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d;
@@ -180,6 +182,12 @@ impl NvmeDisk {
     /// I/O queues that a host may create, at least one; each has an interrupt vector.
     fn io_queues(&self) -> u16 {
         self.queues.clamp(1, pci::VECTORS_MAX - 1)
+    }
+
+    /// Descriptors that are received with one message at most. A client may send the eventfds of all vectors at once,
+    /// although it was told of fewer: that of the crate `vfio_user` does not read what it is told.
+    fn descriptors_max(&self) -> usize {
+        (usize::from(self.io_queues()) + 1).max(DESCRIPTORS_MAX)
     }
 }
 

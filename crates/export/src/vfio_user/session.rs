@@ -31,8 +31,6 @@ use crate::core::{
 
 /// Maximum data bytes of one message. No region needs larger accesses, so each reply fits a writable socket.
 const DATA_BYTES_MAX: u32 = 4096;
-/// Descriptors that are received with one message.
-const DESCRIPTORS_MAX: usize = 32;
 /// Descriptors that a client is asked to send with one message at most. QEMU refuses a server that announces more.
 const DESCRIPTORS_ANNOUNCED: u64 = 16;
 /// Bytes of one read of the socket; a whole message fits.
@@ -152,10 +150,10 @@ impl VfioUserSession {
         log: &Arc<ExportLog>,
     ) -> VfioUserSession {
         VfioUserSession {
+            reader: FrameReader::new(FrameLimits::for_data(DATA_BYTES_MAX, config.disk.descriptors_max())),
             config,
             log: Arc::clone(log),
             connection: Arc::new(connection),
-            reader: FrameReader::new(FrameLimits::for_data(DATA_BYTES_MAX, DESCRIPTORS_MAX)),
             function: None,
             replies: reserve.replies,
             set: Arc::new(reserve.set),
@@ -296,14 +294,14 @@ impl VfioUserSession {
         loop {
             let wanted = self.reader.wanted().min(READ_BYTES);
             // One more than allowed, so that an excess descriptor is detected.
-            let received =
-                match recv_fds(&*self.connection, &mut bytes[..wanted], DESCRIPTORS_MAX + 1, RecvFlags::DONTWAIT) {
-                    Err(Errno::AGAIN) => return Ok(None),
-                    Err(Errno::CONNRESET) => return Err(VfioSessionError::Left),
-                    received => received?,
-                };
+            let max = self.reader.descriptors_max();
+            let received = match recv_fds(&*self.connection, &mut bytes[..wanted], max + 1, RecvFlags::DONTWAIT) {
+                Err(Errno::AGAIN) => return Ok(None),
+                Err(Errno::CONNRESET) => return Err(VfioSessionError::Left),
+                received => received?,
+            };
             if received.truncated {
-                return Err(FrameError::Descriptors { max: DESCRIPTORS_MAX }.into());
+                return Err(FrameError::Descriptors { max }.into());
             }
             if received.bytes == 0 {
                 self.reader.end()?;
@@ -381,6 +379,8 @@ impl VfioUserSession {
         }
         let function = NvmeFunction::new(&self.config, &self.replies, &self.log)?;
         self.function = Some(function);
+        // The number of vectors may have been set since the client connected.
+        self.reader.set_descriptors_max(self.config.disk.descriptors_max());
         self.descriptors_max = version.capabilities.max_msg_fds.min(PASSED_FDS_MAX as u64) as usize;
         let defaults = VfioCapabilities::default();
         let capabilities = VfioCapabilities {

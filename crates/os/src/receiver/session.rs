@@ -27,7 +27,7 @@ use rustix::thread::gettid;
 use super::EndedThreads;
 use super::lines::say;
 use super::reply::Reply;
-use super::stream::{Piece, SendQueue, UNREAD_FILES_MAX};
+use super::stream::{PIECE_FILES_MAX, Piece, SendQueue};
 use super::table::{Foreign, leave};
 use super::vet::{self, DescriptorKind, FileQueries};
 
@@ -319,7 +319,7 @@ impl RelaySession {
     fn let_go(&self, error: Errno) -> io::Error {
         let cause = match error {
             Errno::TOOMANYREFS => format!(
-                "more than {UNREAD_FILES_MAX} descriptors come with a message, or the limit on open files is reached"
+                "more than {PIECE_FILES_MAX} descriptors come with a message, or the limit on open files is reached"
             ),
             error => error.to_string(),
         };

@@ -24,9 +24,12 @@ use super::table::leave;
 const PIECE_BYTES: usize = 32 << 10;
 /// Pieces with descriptors that are taken at once.
 const PIECES_MAX: usize = 16;
-/// Descriptors that a session leaves unread in one direction, and so the maximum of a piece. As many as a vhost-user
+/// Descriptors that a session leaves unread in one direction, unless a single piece has more. As many as a vhost-user
 /// message can have.
-pub(super) const UNREAD_FILES_MAX: usize = 32;
+const UNREAD_FILES_MAX: usize = 32;
+/// Descriptors of a piece at most: some clients over vfio-user send the eventfds of all interrupt vectors with one
+/// message, and an NVMe export has up to 64 queues and one vector more.
+pub(super) const PIECE_FILES_MAX: usize = 65;
 
 /// A piece.
 #[derive(Debug, Default)]
@@ -47,7 +50,7 @@ impl Piece {
     /// error are returned, too.
     ///
     /// # Errors
-    /// `AGAIN` without data, `TOOMANYREFS` if more than [`UNREAD_FILES_MAX`] come with a piece or not all descriptors
+    /// `AGAIN` without data, `TOOMANYREFS` if more than [`PIECE_FILES_MAX`] come with a piece or not all descriptors
     /// can be received, or the system's error.
     pub(super) fn receive(from: &OwnedFd, pieces: &mut VecDeque<Piece>) -> Result<(), Errno> {
         loop {
@@ -81,7 +84,7 @@ impl Piece {
         let got = recv_fds(from, &mut bytes, PASSED_FDS_MAX, RecvFlags::DONTWAIT)?;
         bytes.truncate(got.bytes);
         let piece = Piece { bytes, sent: 0, files: got.fds };
-        if got.truncated || piece.files.len() > UNREAD_FILES_MAX {
+        if got.truncated || piece.files.len() > PIECE_FILES_MAX {
             piece.leave_files();
             return Err(Errno::TOOMANYREFS);
         }
@@ -143,7 +146,7 @@ impl SendQueue {
     /// socket tells when.
     pub(super) fn is_held(&self) -> bool {
         let next = self.pieces.front().map_or(0, |piece| piece.files.len());
-        next > 0 && self.unread_files + next > UNREAD_FILES_MAX
+        next > 0 && self.unread_files > 0 && self.unread_files + next > UNREAD_FILES_MAX
     }
 
     /// Sends without waiting, as far as possible. A queue whose other end has left is empty then, too.

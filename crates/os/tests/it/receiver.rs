@@ -302,12 +302,31 @@ fn peer_that_sends_more_descriptors_than_a_message_has_is_let_go() {
     let ground = Ground::new();
     let (peer, mut daemon) = ground.connect();
     let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
-    put(&peer, b"x", &[event.as_fd(); 33]);
+    put(&peer, b"x", &[event.as_fd(); 66]);
     assert_eq!(daemon.read(&mut [0; 1]).unwrap(), 0);
     assert_eq!((&peer).read(&mut [0; 1]).unwrap_or(0), 0);
     let (peer, daemon) = ground.connect();
     put(&peer, b"x", &[event.as_fd(); 32]);
     assert_eq!(get(&daemon, 1).1.len(), 32);
+}
+
+#[test]
+fn message_with_an_eventfd_for_each_vector_comes_alone() {
+    const VECTORS: usize = 65;
+    let ground = Ground::new();
+    let (peer, daemon) = ground.connect();
+    let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+    for files in [1, VECTORS, VECTORS, 1] {
+        put(&peer, b"x", &[event.as_fd(); VECTORS][..files]);
+    }
+    for files in [1, VECTORS, VECTORS, 1] {
+        let begin = Instant::now();
+        while begin.elapsed() < Duration::from_millis(50) {
+            assert!(unread_files(&daemon) <= VECTORS, "{} descriptors are in flight", unread_files(&daemon));
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert_eq!(get(&daemon, 1).1.len(), files);
+    }
 }
 
 #[test]

@@ -56,6 +56,16 @@ impl<D> FrameReader<D> {
         FrameReader { limits, bytes: Vec::new(), header: None, descriptors: Vec::new() }
     }
 
+    /// Descriptors that are taken with one message at most.
+    pub fn descriptors_max(&self) -> usize {
+        self.limits.descriptors_max
+    }
+
+    /// Sets that.
+    pub fn set_descriptors_max(&mut self, descriptors_max: usize) {
+        self.limits.descriptors_max = descriptors_max;
+    }
+
     /// Bytes that may be read next, at least one. All of them belong to one message.
     pub fn wanted(&self) -> usize {
         let whole = HEADER_BYTES + self.header.map_or(0, |header| header.payload_bytes as usize);
