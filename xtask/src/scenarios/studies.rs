@@ -49,7 +49,7 @@ pub const SCENARIOS: &[Scenario] = &[
     },
     Scenario {
         name: "study-latency-policy",
-        sentence: "the fifth study is the same to the last digit, and its verdicts decide the exit code",
+        sentence: "the fifth study is the same to the last digit, has each policy on sockets beside its simulation, and its verdicts decide the exit code",
         place: RunsIn::Host,
         ours: true,
         tell: latency_policy,
@@ -240,5 +240,24 @@ fn latency_policy(ground: &ScenarioContext) -> Result<()> {
     ensure!(equal["latency"].as_f64().is_some_and(|regret| regret > 5.0), "the herding is not shown: {equal}");
     study.check_exit_code()?;
     let all: usize = parts.iter().filter_map(|part| part["rows"].as_array()).map(Vec::len).sum();
-    study.check_picture("class=\"bar\"", all)
+    study.check_picture("class=\"bar\"", all)?;
+    latency_policy_on_sockets(ground)
+}
+
+/// Real time on this machine: whether it agrees with the simulation is a verdict, and no requirement.
+fn latency_policy_on_sockets(ground: &ScenarioContext) -> Result<()> {
+    let study = study(ground, &["latency-policy", "--sockets"])?;
+    let parts = study.array("parts")?;
+    ensure!(parts.len() == 2 && study.array("goals")?.len() == 10, "{} scenes", parts.len());
+    let mut rows = 0;
+    for row in parts.iter().filter_map(|part| part["rows"].as_array()).flatten() {
+        for figure in ["iops", "mean_us", "stdev_us", "fast_percent"] {
+            let simulated = format!("simulated_{figure}");
+            ensure!(is_positive(&row[figure]) && is_positive(&row[&simulated]), "{figure}: {row}");
+        }
+        rows += 1;
+    }
+    ensure!(rows == 10, "five policies in two scenes, and {rows} rows");
+    study.check_exit_code()?;
+    study.check_picture("class=\"bar\"", rows)
 }

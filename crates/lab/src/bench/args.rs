@@ -90,6 +90,33 @@ pub struct BenchArgs {
     pub output_format: ReportFormat,
 }
 
+impl BenchArgs {
+    /// Random reads of 4 KiB by one job, over the whole device and without end.
+    pub(crate) fn random_reads(device: String, depth: u32, seed: u64) -> BenchArgs {
+        BenchArgs {
+            device,
+            rw: Pattern::RandRead,
+            bs: "4k".into(),
+            iodepth: depth,
+            iodepth_batch: 1,
+            numjobs: 1,
+            queues: None,
+            read_queues: None,
+            hipri: false,
+            poll_queues: None,
+            runtime: None,
+            size: "100%".into(),
+            rwmixread: None,
+            verify: None,
+            randseed: seed,
+            fsync: 0,
+            spin_us: 0,
+            no_registered: false,
+            output_format: ReportFormat::Normal,
+        }
+    }
+}
+
 /// Patterns of I/O, by fio's names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 #[value(rename_all = "lower")]

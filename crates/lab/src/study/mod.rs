@@ -93,6 +93,9 @@ pub struct StudyArgs {
     /// For premapped: only read this device, with memory mapped for each I/O and once.
     #[arg(long, value_name = "DEVICE")]
     pub device: Option<String>,
+    /// For latency-policy: only run the policies over NVMe/TCP on loopback, beside the simulation of the same paths.
+    #[arg(long)]
+    pub sockets: bool,
     /// For multi-vq: the other back-end that our driver is measured with.
     #[arg(long, value_name = "PROGRAM", default_value = "qemu-storage-daemon")]
     pub qemu_storage_daemon: PathBuf,
@@ -185,7 +188,11 @@ pub fn run(args: &StudyArgs, console: Console) -> Result<ExitCode, StudyError> {
             publish(args, console, report.verdicts(), || report.picture(), || report.json(), || report.text())
         }
         Study::LatencyPolicy => {
-            let report = lp::run(args.quick, args.seed, say)?;
+            let report = if args.sockets {
+                lp::run_on_sockets(args.quick, args.seed, say)?
+            } else {
+                lp::run(args.quick, args.seed, say)?
+            };
             publish(args, console, report.verdicts(), || report.picture(), || report.json(), || report.text())
         }
     }

@@ -2,15 +2,21 @@
 //!
 //! Closed-loop clients over model paths in virtual time ([`rig`]), with the policies of `blkyard_mpath` as they are: no
 //! figure depends on the machine. The post's bed is in `bed.rs`, the scenes with an oracle in `regret.rs`.
+//!
+//! With `--sockets` the same policies run in real time, over NVMe/TCP on loopback, beside the simulation of the same
+//! paths (`sockets.rs`, judged in `agreement.rs`).
 
+mod agreement;
 mod bed;
 mod oracle;
 mod regret;
 mod rig;
 mod scenes;
+mod sockets;
 
 use std::io;
 
+use super::StudyError;
 use super::parts::{PartRun, PartsReport, run_parts, threads};
 
 /// How much is run.
@@ -47,6 +53,9 @@ const PARTS: [PartRun<PathStudyLength>; 9] = [
     PartRun::new("hedged reads", [1.0, 0.2], |length, seed| Ok(regret::hedged(length, seed))),
 ];
 
+/// Author, list, month and subject of the post.
+const POST: &str = "H. Reinecke, linux-nvme, April 2024: latency-based path policy of NVMe multipath";
+
 /// Runs all parts.
 ///
 /// # Errors
@@ -57,9 +66,27 @@ pub(super) fn run(is_quick: bool, seed: u64, say: impl Fn(String) + Sync) -> io:
         study: "latency-policy",
         title: "A path for each I/O, by five policies",
         head: "the real policies over model paths, virtual time",
-        post: "H. Reinecke, linux-nvme, April 2024: latency-based path policy of NVMe multipath",
-        post_year: 2024,
+        post: POST,
+        time: "simulated",
+        mark: "post (2024)",
         seed,
         parts: run_parts(&PARTS, (length, is_quick), seed, threads(), say)?,
+    })
+}
+
+/// Runs the policies over real sockets, beside the simulation of the same paths.
+///
+/// # Errors
+/// A target cannot be started or serves badly, or a signal came.
+pub(super) fn run_on_sockets(is_quick: bool, seed: u64, say: impl Fn(String)) -> Result<PartsReport, StudyError> {
+    Ok(PartsReport {
+        study: "latency-policy",
+        title: "A path for each I/O, by five policies",
+        head: "the real host over NVMe/TCP on loopback to two targets with delayed service, real time, beside the simulation",
+        post: POST,
+        time: "real time, sockets",
+        mark: "simulation",
+        seed,
+        parts: sockets::measure(sockets::SocketLength::new(is_quick), seed, say)?,
     })
 }

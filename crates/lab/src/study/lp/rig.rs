@@ -27,12 +27,23 @@ pub(crate) struct PathScene {
     pub(crate) writes: u64,
     /// Length of the run.
     pub(crate) run_ns: u64,
+    /// Whether all clients start at once, as the jobs of `bench` do.
+    pub(crate) starts_at_once: bool,
 }
 
 impl PathScene {
     /// Reads of 512 bytes by one host.
     pub(crate) fn new(paths: Vec<PathModel>, clients: u64, run_ns: u64) -> PathScene {
-        PathScene { paths, changes: Vec::new(), clients, hosts: 1, sizes: vec![512], writes: 0, run_ns }
+        PathScene {
+            paths,
+            changes: Vec::new(),
+            clients,
+            hosts: 1,
+            sizes: vec![512],
+            writes: 0,
+            run_ns,
+            starts_at_once: false,
+        }
     }
 }
 
@@ -150,10 +161,11 @@ impl Rig<'_> {
         for (number, (at_ns, ..)) in self.scene.changes.iter().enumerate() {
             self.events.at(*at_ns, PathEvent::Change(number));
         }
-        // Clients start one after the other: all at once would be an unmeasured burst on every path.
+        // Usually one after the other: all at once would be an unmeasured burst on every path.
         let clients = self.scene.clients;
+        let start_ns = if self.scene.starts_at_once { 0 } else { self.scene.run_ns / START_SHARE };
         for client in 0..clients {
-            self.events.at(self.scene.run_ns / START_SHARE * client / clients, PathEvent::Start(client as usize));
+            self.events.at(start_ns * client / clients, PathEvent::Start(client as usize));
         }
         while self.events.next_ns().is_some_and(|ns| ns < self.scene.run_ns) {
             match self.events.advance() {

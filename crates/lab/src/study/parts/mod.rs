@@ -1,4 +1,4 @@
-//! Parts of a study in virtual time: a table, goals, the post's claims. Text, JSON and picture are made from them.
+//! Parts of a study, mostly in virtual time: a table, goals, the post's claims. Text, JSON and picture show them.
 
 mod report;
 mod runner;

@@ -19,8 +19,10 @@ pub(crate) struct PartsReport {
     pub(crate) head: &'static str,
     /// Author, list, month and subject of the post.
     pub(crate) post: &'static str,
-    /// Year of the post.
-    pub(crate) post_year: u32,
+    /// Kind of its time, for the picture.
+    pub(crate) time: &'static str,
+    /// What is marked in the picture beside the bars.
+    pub(crate) mark: &'static str,
     pub(crate) seed: u64,
     pub(crate) parts: Vec<Part>,
 }
@@ -50,7 +52,9 @@ impl PartsReport {
             let at = if at.is_empty() { String::new() } else { format!(", {at}") };
             wrapped(&mut out, &first, first.len(), &format!("{what}: {value} (goal {limit}){at}"));
         }
-        let _ = writeln!(out, "\nclaims of the post");
+        if self.parts.iter().any(|part| !part.claims.is_empty()) {
+            out.push_str("\nclaims of the post\n");
+        }
         for PostClaim { what, found, reproduced, reason } in self.parts.iter().flat_map(|part| &part.claims) {
             let first = format!("  {:17}", if *reproduced { "reproduced" } else { "not reproduced" });
             let reason = if reason.is_empty() { String::new() } else { format!("; {reason}") };

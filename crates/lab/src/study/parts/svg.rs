@@ -1,5 +1,5 @@
-//! All parts as one SVG: a bar for each row of each table, its deviation, and the post's figure as a mark. Drawn by
-//! hand; needs only a browser.
+//! All parts as one SVG: a bar for each row of each table, its deviation, and the figure that it is compared with as a
+//! mark. Drawn by hand; needs only a browser.
 
 use std::fmt::Write;
 
@@ -28,22 +28,23 @@ fn picture(report: &PartsReport) -> String {
     let mut out = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{WIDTH}\" height=\"{height}\" viewBox=\"0 0 {WIDTH} {height}\" \
          font-family=\"sans-serif\" font-size=\"12\">\n<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n\
-         <text x=\"20\" y=\"24\" font-size=\"16\">{} (simulated)</text>\n\
+         <text x=\"20\" y=\"24\" font-size=\"16\">{} ({})</text>\n\
          <rect x=\"20\" y=\"34\" width=\"12\" height=\"10\" fill=\"{OUR_COLOUR}\"/><text x=\"36\" y=\"44\">here, with its deviation</text>\n\
-         <line x1=\"200\" x2=\"200\" y1=\"32\" y2=\"46\" stroke=\"{POST_COLOUR}\" stroke-width=\"3\"/><text x=\"208\" y=\"44\">post ({})</text>\n",
+         <line x1=\"200\" x2=\"200\" y1=\"32\" y2=\"46\" stroke=\"{POST_COLOUR}\" stroke-width=\"3\"/><text x=\"208\" y=\"44\">{}</text>\n",
         escape(report.title),
-        report.post_year
+        report.time,
+        report.mark
     );
     let mut top = TOP;
     for part in &report.parts {
-        draw(&mut out, part, top);
+        draw(&mut out, part, report.mark, top);
         top += HEAD + ROW * part.rows.len() as f64;
     }
     out.push_str("</svg>\n");
     out
 }
 
-fn draw(out: &mut String, part: &Part, top: f64) {
+fn draw(out: &mut String, part: &Part, mark: &str, top: f64) {
     let head = part.columns.iter().find(|column| column.key == part.drawn.bar).map_or("", |column| column.head);
     let _ = writeln!(
         out,
@@ -93,7 +94,7 @@ fn draw(out: &mut String, part: &Part, top: f64) {
             let _ = writeln!(
                 out,
                 "<line class=\"post\" x1=\"{0:.1}\" x2=\"{0:.1}\" y1=\"{1:.1}\" y2=\"{2:.1}\" stroke=\"{POST_COLOUR}\" stroke-width=\"3\">\
-                 <title>post: {post:.2}</title></line>",
+                 <title>{mark}: {post:.2}</title></line>",
                 x(post),
                 y - 2.0,
                 y + BAR + 2.0

@@ -93,7 +93,8 @@ mod tests {
             title: "",
             head: "",
             post: "author, list",
-            post_year: 0,
+            time: "simulated",
+            mark: "post",
             seed: 1,
             parts: vec![part],
         };

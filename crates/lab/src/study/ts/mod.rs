@@ -64,7 +64,8 @@ pub(super) fn run(is_quick: bool, seed: u64, say: impl Fn(String) + Sync) -> io:
         title: "Time slices for streams that share a device",
         head: "the real queue core on models of devices, virtual time",
         post: "A. Herrmann, linux-kernel, February 2016: \"blk-mq: per software queue time slices\"",
-        post_year: 2016,
+        time: "simulated",
+        mark: "post (2016)",
         seed,
         parts: run_parts(&PARTS, (length, is_quick), seed, threads(), say)?,
     })

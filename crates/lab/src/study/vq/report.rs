@@ -49,7 +49,8 @@ impl VqReport {
             head: "4 KiB random reads, depth 64 a job, split rings",
             post: "Ming Lei, linux-kernel, June 2014: several virtqueues for a virtio-blk device. The gains of two queues over \
                    one are +33 % with two jobs, +100 % with four, +39 % at best. +33 % is calibrated, and counts as no claim",
-            post_year: 2014,
+            time: "simulated",
+            mark: "post (2014)",
             seed,
             parts,
         };

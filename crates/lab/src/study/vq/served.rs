@@ -22,7 +22,7 @@ use serde::Serialize;
 
 use super::rig::{DEPTH, STORE_BYTES};
 use super::{COUNTS, QUEUES_MAX};
-use crate::bench::{self, BenchArgs, Pattern, ReportFormat};
+use crate::bench::{self, BenchArgs, Pattern};
 use crate::floor::Samples;
 use crate::study::StudyError;
 use crate::study::folder::Folder;
@@ -270,25 +270,9 @@ fn device_name(socket: &Path) -> String {
 /// The post's load.
 fn load(socket: &Path, jobs: usize, queues: usize, seed: u64) -> BenchArgs {
     BenchArgs {
-        device: device_name(socket),
-        rw: Pattern::RandRead,
-        bs: "4k".into(),
-        iodepth: DEPTH as u32,
-        iodepth_batch: 1,
         numjobs: jobs as u32,
         queues: Some(queues as u32),
-        read_queues: None,
-        hipri: false,
-        poll_queues: None,
-        runtime: None,
-        size: "100%".into(),
-        rwmixread: None,
-        verify: None,
-        randseed: seed,
-        fsync: 0,
-        spin_us: 0,
-        no_registered: false,
-        output_format: ReportFormat::Normal,
+        ..BenchArgs::random_reads(device_name(socket), DEPTH as u32, seed)
     }
 }
 
