@@ -355,8 +355,11 @@ impl<D, E> MultipathQueue<D, E> {
         if known.since_ns == 0 {
             known.since_ns = now_ns.max(1);
         }
+        // The look at those that are held already is not put off.
+        if self.held.is_empty() {
+            self.held_look_ns = now_ns.saturating_add(HELD_LOOK_NS);
+        }
         self.held.push(HeldRequest::Free(tag));
-        self.held_look_ns = now_ns.saturating_add(HELD_LOOK_NS);
         self.stats.publish_held(self.held.len());
     }
 

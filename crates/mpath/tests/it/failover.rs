@@ -152,6 +152,23 @@ fn io_waits_for_a_path_and_fails_after_its_time() {
 }
 
 #[test]
+fn held_io_fails_in_time_while_more_arrives() {
+    let mut world = World::new(PolicyKind::RoundRobin, 2, true);
+    (0..2).for_each(|path| world.set_state(path, LOST));
+    world.submit(Op::Read, 0, 0);
+    world.turn();
+    (0..2).for_each(|path| world.set_state(path, PathState { connection: ConnectionState::Dead, ..LOST }));
+    let gone_ns = world.now_ns;
+    // More often than the held I/O is looked at.
+    for sector in (8..80).step_by(8) {
+        world.submit(Op::Read, sector, 0);
+        world.run_until(world.now_ns + MS);
+    }
+    assert_eq!(world.ended.first(), Some(&(0, Status::Path)));
+    assert!(world.ended.len() >= 6, "{:?} within {} ms", world.ended, (world.now_ns - gone_ns) / MS);
+}
+
+#[test]
 fn a_path_that_takes_nothing_is_avoided_at_once() {
     // Its state is still that of before.
     let mut world = World::new(PolicyKind::RoundRobin, 2, true);
