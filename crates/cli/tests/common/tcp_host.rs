@@ -112,6 +112,11 @@ impl TcpQueue {
     /// Executes a command.
     pub fn run(&mut self, sqe: Sqe, data: &[u8], room: u32) -> Answer {
         let cid = self.submit(sqe, data, room);
+        self.answer(cid, data)
+    }
+
+    /// Waits for the answer to a command with this data for the controller.
+    fn answer(&mut self, cid: u16, data: &[u8]) -> Answer {
         let mut received = Vec::new();
         loop {
             let (pdu, piece) = self.next().expect("the connection stays");
@@ -140,15 +145,28 @@ impl TcpQueue {
         answer.data
     }
 
-    /// Sends a Connect.
+    /// Executes a Connect.
     pub fn connect(&mut self, subsystem: &str, host: &str, qid: u16, controller: u16, keep_alive_ms: u32) -> Answer {
+        let cid = self.submit_connect(subsystem, host, qid, controller, keep_alive_ms);
+        self.answer(cid, &[])
+    }
+
+    /// Sends a Connect, and does not wait.
+    pub fn submit_connect(
+        &mut self,
+        subsystem: &str,
+        host: &str,
+        qid: u16,
+        controller: u16,
+        keep_alive_ms: u32,
+    ) -> u16 {
         let sq_size = if qid == 0 { 31 } else { 127 };
         let connect = ConnectCommand { qid, sq_size, no_flow_control: false, keep_alive_ms };
         let mut data = [0; CONNECT_BYTES];
         let nqn = |name: &str| Nqn::new(name).unwrap();
         let (subsystem, host) = (nqn(subsystem), nqn(host));
         ConnectData { host_id: [3; 16], controller_id: controller, subsystem, host }.write(&mut data);
-        self.run(FabricsCommand::Connect(connect).sqe(), &data, 0)
+        self.submit(FabricsCommand::Connect(connect).sqe(), &data, 0)
     }
 
     /// Authenticates itself; the step at which that ends.

@@ -9,7 +9,7 @@ use std::time::Duration;
 use blkyard_nvme::fabrics::{ANY_CONTROLLER, DISCOVERY_NQN, fabrics_status};
 use blkyard_nvme::registers::{CSTS, ControllerConfig};
 use blkyard_nvme::{
-    DISCOVERY_LOG, DiscoveryEntry, DiscoveryKind, IdentifyController, NvmeStatus, Sqe, admin, cns, feature, io,
+    Cqe, DISCOVERY_LOG, DiscoveryEntry, DiscoveryKind, IdentifyController, NvmeStatus, Sqe, admin, cns, feature, io,
 };
 use blkyard_wire::nvme_tcp::{FatalStatus, Framing, H2cData, Pdu};
 use rustix::net::sockopt::set_socket_linger;
@@ -389,6 +389,92 @@ fn without_descriptors_connections_wait_and_others_go_on() {
     let mut late = TcpHost::connect(address, NQN, "nqn.late", None, 1);
     assert_eq!(late.io[0].read(1, 8, 4096), pattern(4096, 1));
     drop(waiting);
+    daemon.stop();
+}
+
+/// CVE-2024-46737: a Connect for whose commands the system has no memory left. Its queue was torn down with them.
+#[test]
+fn connect_without_memory_for_its_commands_is_refused_each_time() {
+    let folder = tempfile::tempdir().unwrap();
+    let (daemon, address) = serve(folder.path(), &["ram:16M"], "", &[]);
+    let mut honest = TcpHost::connect(address, NQN, HOST, None, 1);
+    let mut queue = TcpQueue::initialized(address);
+    let mut leaving = TcpQueue::initialized(address);
+    // Enough for what is allocated in small parts, and not for the memory of an admin queue's commands.
+    let pid = Pid::from_child(&daemon.process.0);
+    let sizes = std::fs::read_to_string(format!("/proc/{}/statm", pid.as_raw_nonzero())).unwrap();
+    let pages: u64 = sizes.split(' ').next().unwrap().parse().unwrap();
+    let limit = |limit: Rlimit| prlimit(Some(pid), Resource::As, limit).unwrap();
+    let before = limit(Rlimit { current: Some(pages * 4096 + (256 << 10)), ..getrlimit(Resource::As) });
+    for round in 0..50 {
+        let answer = queue.connect(NQN, "nqn.late", 0, ANY_CONTROLLER, 0);
+        assert_eq!((answer.status, answer.result), (NvmeStatus::INTERNAL, 0), "round {round}");
+        // There is no queue, and no association whose command this could be.
+        let command = queue.run(Sqe::identify(cns::CONTROLLER, 0, 0, 0), &[], 4096);
+        assert_eq!(command.status, NvmeStatus::COMMAND_SEQUENCE.with_dnr());
+        let data = pattern(4096, round);
+        honest.io[0].write(1, 0, &data);
+        assert_eq!(honest.io[0].read(1, 0, 4096), data);
+    }
+    let answer = leaving.connect(NQN, "nqn.leaving", 0, ANY_CONTROLLER, 0);
+    assert_eq!(answer.status, NvmeStatus::INTERNAL);
+    drop(leaving);
+    assert_eq!(hosts(folder.path()), 1);
+    limit(before);
+    assert!(queue.connect(NQN, "nqn.late", 0, ANY_CONTROLLER, 0).status.is_success(), "the connection can be used");
+    queue.set_config(enabled());
+    assert_eq!(queue.property(CSTS), 1);
+    assert_eq!(hosts(folder.path()), 2);
+    daemon.stop();
+}
+
+/// CVE-2022-48697: a target used the request of an I/O queue's Connect after its response had gone out. Here a command
+/// is a slot of its queue, which is free for another one only then. So a host that sends commands right behind the
+/// Connect and leaves at once, in any way, costs the target nothing but that queue.
+#[test]
+fn io_connect_whose_host_leaves_at_once_frees_its_queue() {
+    let folder = tempfile::tempdir().unwrap();
+    let (daemon, address) = serve(folder.path(), &["ram:16M"], "&queues=4", &[]);
+    let mut honest = TcpHost::connect(address, NQN, HOST, None, 1);
+    for round in 0..60 {
+        let mut admin = TcpQueue::initialized(address);
+        let controller = admin.connect(NQN, "nqn.leaving", 0, ANY_CONTROLLER, 0).result as u16;
+        admin.set_config(enabled());
+        assert_eq!(admin.property(CSTS), 1);
+        let queues: Vec<_> = (1..=2)
+            .map(|qid| {
+                let mut queue = TcpQueue::initialized(address);
+                let connect = queue.submit_connect(NQN, "nqn.leaving", qid, controller, 0);
+                let read = queue.submit(Sqe::with_blocks(io::READ, 1, 0, 8, 0), &[], 4096);
+                if round % 3 == 0 {
+                    // The response, the read's data, and its response, in this order.
+                    let answers: Vec<_> = (0..3).map(|_| queue.next().unwrap()).collect();
+                    let status = |at: usize| match answers[at].0 {
+                        Pdu::CapsuleResp(cqe) => (Cqe(cqe).cid(), Cqe(cqe).status()),
+                        ref other => panic!("{other:?}"),
+                    };
+                    assert_eq!([status(0), status(2)], [(connect, NvmeStatus::SUCCESS), (read, NvmeStatus::SUCCESS)]);
+                }
+                if round % 2 == 0 {
+                    // Closed by a reset.
+                    set_socket_linger(&queue.stream, Some(Duration::ZERO)).unwrap();
+                }
+                queue
+            })
+            .collect();
+        // The queues first, or the admin queue.
+        if round % 4 < 2 {
+            drop(queues);
+            drop(admin);
+        } else {
+            drop(admin);
+            drop(queues);
+        }
+        let data = pattern(4096, round);
+        honest.io[0].write(1, 8, &data);
+        assert_eq!(honest.io[0].read(1, 8, 4096), data);
+        wait_until("its queues are free", || hosts(folder.path()) == 1 && io_queues(folder.path()) == 1);
+    }
     daemon.stop();
 }
 

@@ -5,3 +5,4 @@ mod adaptive;
 mod failover;
 mod hedging;
 mod paths;
+mod siblings;

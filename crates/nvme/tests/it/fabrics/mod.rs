@@ -3,6 +3,7 @@
 mod alloc;
 mod bring_up;
 mod cross_reset;
+mod events;
 mod failure;
 mod real;
 mod rig;

@@ -83,7 +83,7 @@ pub struct TargetConnection {
     waiting: HashMap<u16, (Sqe, u32)>,
     pub is_over: bool,
     /// Commands that are not answered: events.
-    events: VecDeque<u16>,
+    pub events: VecDeque<u16>,
     /// Whether it has stopped to answer.
     pub hangs: bool,
     /// State of the chance by which answers are replaced; zero for none.
