@@ -36,6 +36,7 @@ mod pairs;
 mod parts;
 mod post;
 mod premapped;
+mod process;
 mod report;
 mod single;
 mod step_instructions;

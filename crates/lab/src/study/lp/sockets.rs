@@ -9,17 +9,15 @@
 //! learns it learns in each round, as in the simulation.
 
 use std::fmt::Display;
-use std::fs::{self, File};
-use std::io;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::path::Path;
+use std::process::{Command, ExitStatus};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use blkyard::Device;
 use blkyard_mpath::PolicyKind;
 use blkyard_mq::OpClass;
-use blkyard_os::{Signals, bind_to_us};
+use blkyard_os::Signals;
 use blkyard_sim::PathModel;
 
 use super::agreement::{PolicyFigures, PolicyRuns, part};
@@ -29,6 +27,7 @@ use crate::bench::{self, BenchArgs};
 use crate::study::StudyError;
 use crate::study::folder::Folder;
 use crate::study::parts::Part;
+use crate::study::process::StudyProcess;
 
 /// Reads that each path serves at one time.
 const CHANNELS: u32 = 8;
@@ -181,7 +180,7 @@ fn fault(why: impl Display) -> StudyError {
 
 /// A daemon that serves one path.
 struct DelayedTarget {
-    _process: TargetProcess,
+    _process: StudyProcess,
     address: String,
 }
 
@@ -193,12 +192,12 @@ impl DelayedTarget {
         let mut serve = Command::new(&program);
         serve.arg("serve").arg("--control").arg(&control).args(serve_words(path));
         let output = folder.join(format!("target{path}"));
-        let mut process = TargetProcess::start(&mut serve, output)?;
-        let port = process.await_port()?;
+        let mut process = StudyProcess::start(&mut serve, output)?;
+        let port = await_port(&mut process)?;
         let mut set = Command::new(program);
         set.arg("set").arg("--control").arg(&control).args(["export:0", &format!("depth={CHANNELS}")]);
-        let mut set = TargetProcess::start(&mut set, folder.join(format!("set{path}")))?;
-        let status = set.await_end()?;
+        let mut set = StudyProcess::start(&mut set, folder.join(format!("set{path}")))?;
+        let status = await_end(&mut set)?;
         if !status.success() {
             return Err(fault(format!("the depth of a target cannot be set: {}", set.said())));
         }
@@ -223,61 +222,34 @@ fn port_in(said: &str) -> Option<u16> {
     words.next()?.parse().ok()
 }
 
-/// A process of ours. Dropping it kills it.
-struct TargetProcess {
-    child: Child,
-    /// File of its output and errors.
-    output: PathBuf,
+/// Waits until the daemon serves.
+fn await_port(target: &mut StudyProcess) -> Result<u16, StudyError> {
+    wait(target, "a target is not ready", |target, ended| match (port_in(&target.said()), ended) {
+        (Some(port), None) => Ok(Some(port)),
+        (None, None) => Ok(None),
+        (_, Some(status)) => Err(fault(format!("a target ended with {status}, and said: {}", target.said()))),
+    })
 }
 
-impl TargetProcess {
-    fn start(command: &mut Command, output: PathBuf) -> io::Result<TargetProcess> {
-        let said = File::create(&output)?;
-        bind_to_us(command);
-        command.stdin(Stdio::null()).stdout(said.try_clone()?).stderr(said);
-        Ok(TargetProcess { child: command.spawn()?, output })
-    }
+fn await_end(process: &mut StudyProcess) -> Result<ExitStatus, StudyError> {
+    wait(process, "a target does not answer", |_, ended| Ok(ended))
+}
 
-    fn said(&self) -> String {
-        fs::read_to_string(&self.output).unwrap_or_default().trim().to_owned()
-    }
-
-    /// Waits until the daemon serves.
-    fn await_port(&mut self) -> Result<u16, StudyError> {
-        self.wait("a target is not ready", |target, ended| match (port_in(&target.said()), ended) {
-            (Some(port), None) => Ok(Some(port)),
-            (None, None) => Ok(None),
-            (_, Some(status)) => Err(fault(format!("a target ended with {status}, and said: {}", target.said()))),
-        })
-    }
-
-    fn await_end(&mut self) -> Result<ExitStatus, StudyError> {
-        self.wait("a target does not answer", |_, ended| Ok(ended))
-    }
-
-    fn wait<T>(
-        &mut self,
-        what: &str,
-        done: impl Fn(&TargetProcess, Option<ExitStatus>) -> Result<Option<T>, StudyError>,
-    ) -> Result<T, StudyError> {
-        let limit = Instant::now() + READY_LIMIT;
-        loop {
-            let ended = self.child.try_wait()?;
-            if let Some(found) = done(self, ended)? {
-                return Ok(found);
-            }
-            if Instant::now() > limit {
-                return Err(fault(format!("{what} within {} s", READY_LIMIT.as_secs())));
-            }
-            thread::sleep(READY_LOOK);
+fn wait<T>(
+    process: &mut StudyProcess,
+    what: &str,
+    done: impl Fn(&StudyProcess, Option<ExitStatus>) -> Result<Option<T>, StudyError>,
+) -> Result<T, StudyError> {
+    let limit = Instant::now() + READY_LIMIT;
+    loop {
+        let ended = process.ended()?;
+        if let Some(found) = done(process, ended)? {
+            return Ok(found);
         }
-    }
-}
-
-impl Drop for TargetProcess {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        if Instant::now() > limit {
+            return Err(fault(format!("{what} within {} s", READY_LIMIT.as_secs())));
+        }
+        thread::sleep(READY_LOOK);
     }
 }
 

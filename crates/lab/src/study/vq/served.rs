@@ -7,16 +7,16 @@
 //! A missing back-end of another project is named, with the cure. Ours must exist.
 
 use std::fmt::Display;
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{self, ErrorKind};
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use blkyard::{Device, DeviceError};
-use blkyard_os::{Signals, bind_to_us};
+use blkyard_os::Signals;
 use rustix::fs::{MemfdFlags, memfd_create};
 use serde::Serialize;
 
@@ -27,6 +27,7 @@ use crate::floor::Samples;
 use crate::study::StudyError;
 use crate::study::folder::Folder;
 use crate::study::goals::GoalVerdict;
+use crate::study::process::StudyProcess;
 
 /// Time limit for a back-end's start, which only binds a socket, on a busy machine.
 const READY_LIMIT: Duration = Duration::from_secs(30);
@@ -218,7 +219,7 @@ impl BackEnd {
 struct RunningBackend {
     back_end: BackEnd,
     socket: PathBuf,
-    _running: BackendProcess,
+    _running: StudyProcess,
     _store: Option<File>,
 }
 
@@ -227,8 +228,8 @@ impl RunningBackend {
     fn start(back_end: BackEnd, qemu: &Path, folder: &Path, seed: u64) -> Result<RunningBackend, StudyError> {
         let socket = folder.join(format!("{back_end:?}.sock"));
         let (mut command, store) = back_end.command(qemu, &socket)?;
-        let mut running = BackendProcess::start(back_end, &mut command, socket.with_extension("log"))?;
-        running.await_ready(&socket)?;
+        let mut running = start(back_end, &mut command, socket.with_extension("log"))?;
+        await_ready(back_end, &mut running, &socket)?;
         let server = RunningBackend { back_end, socket, _running: running, _store: store };
         let all = BenchArgs { rw: Pattern::Write, bs: "1m".into(), iodepth: 8, ..load(&server.socket, 1, 1, seed) };
         server.measure(&all)?;
@@ -276,52 +277,31 @@ fn load(socket: &Path, jobs: usize, queues: usize, seed: u64) -> BenchArgs {
     }
 }
 
-/// A process of ours. Dropping it kills it.
-struct BackendProcess {
-    back_end: BackEnd,
-    child: Child,
-    log: PathBuf,
+fn start(back_end: BackEnd, command: &mut Command, log: PathBuf) -> Result<StudyProcess, StudyError> {
+    StudyProcess::start(command, log).map_err(|error| {
+        let program = command.get_program().display();
+        let cure = match error.kind() {
+            ErrorKind::NotFound if !back_end.is_ours() => {
+                "; it comes with Debian's package qemu-utils; name one that is elsewhere with --qemu-storage-daemon"
+            }
+            _ => "",
+        };
+        back_end.fault(format!("{program} cannot be started: {error}{cure}"))
+    })
 }
 
-impl BackendProcess {
-    fn start(back_end: BackEnd, command: &mut Command, log: PathBuf) -> Result<BackendProcess, StudyError> {
-        let said = File::create(&log)?;
-        bind_to_us(command);
-        command.stdin(Stdio::null()).stdout(said.try_clone()?).stderr(said);
-        let child = command.spawn().map_err(|error| {
-            let program = command.get_program().display();
-            let cure = match error.kind() {
-                ErrorKind::NotFound if !back_end.is_ours() => {
-                    "; it comes with Debian's package qemu-utils; name one that is elsewhere with --qemu-storage-daemon"
-                }
-                _ => "",
-            };
-            back_end.fault(format!("{program} cannot be started: {error}{cure}"))
-        })?;
-        Ok(BackendProcess { back_end, child, log })
-    }
-
-    fn await_ready(&mut self, socket: &Path) -> Result<(), StudyError> {
-        let limit = Instant::now() + READY_LIMIT;
-        while let Err(error) = attach(socket) {
-            if let Some(status) = self.child.try_wait()? {
-                let said = fs::read_to_string(&self.log).unwrap_or_default();
-                return Err(self.back_end.fault(format!("it ended with {status}, and said: {}", said.trim())));
-            }
-            if Instant::now() > limit {
-                return Err(self.back_end.fault(error));
-            }
-            thread::sleep(READY_LOOK);
+fn await_ready(back_end: BackEnd, process: &mut StudyProcess, socket: &Path) -> Result<(), StudyError> {
+    let limit = Instant::now() + READY_LIMIT;
+    while let Err(error) = attach(socket) {
+        if let Some(status) = process.ended()? {
+            return Err(back_end.fault(format!("it ended with {status}, and said: {}", process.said())));
         }
-        Ok(())
+        if Instant::now() > limit {
+            return Err(back_end.fault(error));
+        }
+        thread::sleep(READY_LOOK);
     }
-}
-
-impl Drop for BackendProcess {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
+    Ok(())
 }
 
 #[cfg(test)]
