@@ -87,8 +87,8 @@ struct PathCosts {
     now_ns: u64,
     /// Bit set of the paths whose cost holds.
     valid: u32,
-    /// By path, ns.
-    costs: [f32; PATHS_MAX],
+    /// Costs, ns.
+    by_path: [f32; PATHS_MAX],
 }
 
 #[derive(Clone, Debug, Default)]
@@ -428,17 +428,17 @@ impl Adaptive {
         for path in paths.candidates().except(costs.valid) {
             let estimate = &self.paths[path];
             if estimate.is_measured {
-                costs.costs[path] = estimate.cost(class, now_ns);
+                costs.by_path[path] = estimate.cost(class, now_ns);
                 costs.valid |= 1 << path;
             } else {
-                costs.costs[path] = f32::INFINITY;
+                costs.by_path[path] = f32::INFINITY;
                 unmeasured = true;
             }
         }
         if unmeasured && let Some(path) = self.unmeasured(paths) {
             return Some((path, ChoiceReason::Unmeasured));
         }
-        let (costs, mut candidates) = (&self.costs.costs, paths.candidates());
+        let (costs, mut candidates) = (&self.costs.by_path, paths.candidates());
         let mut best = candidates.next()?;
         for path in candidates {
             if costs[path] < costs[best] {
@@ -496,5 +496,52 @@ impl PathPolicy for Adaptive {
     fn abandon(&mut self, choice: PathChoice) {
         self.in_flight = self.in_flight.saturating_sub(1);
         self.changed(choice.path).end(choice.weight);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use blkyard_sim::Rng;
+
+    use super::*;
+    use crate::PathState;
+
+    #[test]
+    fn choices_are_those_of_a_policy_that_computes_each_cost_anew() {
+        let mut set = PathSet::new();
+        (0..5).for_each(|_| assert!(set.add(PathState::default(), 0).is_some()));
+        let (mut rng, mut now_ns) = (Rng::new(1), 1);
+        let (mut kept, mut anew) = (Adaptive::default(), Adaptive::default());
+        let (mut in_flight, mut used) = (Vec::new(), [0; 5]);
+        for round in 0..20_000 {
+            if rng.below(50) == 0 {
+                let state = PathState { ready: rng.below(3) > 0, ..PathState::default() };
+                set.set_state(rng.below(5) as usize, state);
+            }
+            // A batch at one time, of a class or of two, with ends between the choices.
+            for _ in 0..1 + rng.below(16) {
+                let io = PathIo { class: OpClass::Read, bytes: 4096 << (rng.below(8) / 7), node: 0 };
+                anew.costs.valid = 0;
+                let (one, other) = (kept.choose(&set, &io, now_ns), anew.choose(&set, &io, now_ns));
+                assert_eq!(format!("{one:?}"), format!("{other:?}"), "round {round}");
+                if let (Some(one), Some(other)) = (one, other) {
+                    used[one.path] += 1;
+                    let ends_ns = now_ns + 50_000 * (one.path as u64 + 1) + rng.below(40_000);
+                    in_flight.push((ends_ns, one, other));
+                }
+                if rng.below(4) == 0 && !in_flight.is_empty() {
+                    let (_, one, other) = in_flight.swap_remove(rng.below(in_flight.len() as u64) as usize);
+                    kept.abandon(one);
+                    anew.abandon(other);
+                }
+            }
+            now_ns += rng.below(100_000);
+            while let Some(at) = in_flight.iter().position(|(ends_ns, ..)| *ends_ns <= now_ns) {
+                let (_, one, other) = in_flight.swap_remove(at);
+                kept.complete(one, now_ns);
+                anew.complete(other, now_ns);
+            }
+        }
+        assert!(used.iter().all(|ios| *ios > 1000), "{used:?}");
     }
 }

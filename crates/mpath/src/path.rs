@@ -254,7 +254,7 @@ impl Iterator for Candidates {
         }
         let path = self.0.trailing_zeros() as usize;
         self.0 &= self.0 - 1;
-        // There are no more, which is said for those who use it as an index.
+        // Always so; known here, an index of an array of paths is not checked again.
         (path < PATHS_MAX).then_some(path)
     }
 }
