@@ -1,6 +1,7 @@
 //! Whether real runs agree with the simulation: figures of each policy from both, and the verdicts.
 //!
-//! The limits below were set before the first run that was judged by them. A goal is undecided if its limit may lie on
+//! The limits below were set before the first run that was judged by them. How noise is measured was changed after the
+//! first runs, from half of the range of the rounds to two standard errors. A goal is undecided if its limit may lie on
 //! either side, by how much the rounds differ.
 
 use crate::floor::Samples;
