@@ -519,7 +519,7 @@ mod tests {
                 set.set_state(rng.below(5) as usize, state);
             }
             // A batch at one time, of a class or of two, with ends between the choices.
-            for _ in 0..1 + rng.below(16) {
+            for _ in 0..=rng.below(16) {
                 let io = PathIo { class: OpClass::Read, bytes: 4096 << (rng.below(8) / 7), node: 0 };
                 anew.costs.valid = 0;
                 let (one, other) = (kept.choose(&set, &io, now_ns), anew.choose(&set, &io, now_ns));
