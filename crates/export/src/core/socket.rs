@@ -260,6 +260,8 @@ fn knock(path: &Path) -> Result<(), Errno> {
 mod tests {
     use std::os::unix::net::UnixStream;
 
+    use rustix::fs::{Mode, OFlags};
+
     use super::*;
 
     fn at(path: PathBuf) -> SocketConfig {
@@ -319,12 +321,15 @@ mod tests {
                 let watch = scope.spawn(|| {
                     let mut seen = 0;
                     while !over.load(Ordering::Relaxed) {
-                        let Ok(metadata) = std::fs::symlink_metadata(&path) else { continue };
-                        let bits = metadata.permissions().mode() & 0o777;
-                        let is_given = group.is_none_or(|group| metadata.gid() == group);
+                        let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+                        let Ok(socket) = rustix::fs::open(&path, flags, Mode::empty()) else { continue };
+                        // One call may return a former group with a later mode, as it reads both without a lock.
+                        let bits = rustix::fs::fstat(&socket).unwrap().st_mode & 0o777;
+                        let now = rustix::fs::fstat(&socket).unwrap().st_gid;
+                        let is_given = group.is_none_or(|group| now == group);
                         let most = if is_given { wanted | 0o600 } else { 0o600 };
                         if bits & !most != 0 {
-                            return Err(format!("mode {bits:o} of group {} exceeds {most:o}", metadata.gid()));
+                            return Err(format!("mode {bits:o} of group {now} exceeds {most:o}"));
                         }
                         seen += 1;
                     }
