@@ -40,7 +40,9 @@ mod vhost_user;
 pub use connector::Connector;
 pub use error::{AttachError, TalkError};
 pub use mailbox::DriverQueueView;
-pub use nvme::{HostParts, NamespaceConfig, NamespaceQueue, NamespaceView, NvmeTransport, RemoteNamespace};
+pub use nvme::{
+    HostParts, NamespaceConfig, NamespaceQueue, NamespaceView, NvmeTransport, QueuePoolMember, RemoteNamespace,
+};
 pub use nvme_tcp::{
     AcceptNamespace, AdminAttempt, AdminConnector, AdminSocket, LateNamespace, TcpAdminClient, TcpAdminResult,
     TcpAssociation, TcpNamespace, TcpNamespaceConfig, TcpNamespaceQueue, TcpNamespaceView, TcpPeer, TcpQueueOpening,

@@ -11,7 +11,7 @@ use std::ops::Deref;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use blkyard_attach::{Connector, LateNamespace, TcpPeer};
+use blkyard_attach::{Connector, LateNamespace, QueuePoolMember, TcpPeer};
 use blkyard_mem::DmaDomain;
 use blkyard_mpath::{MultipathSettings, PathCounters, PathMonitor, PathState};
 use blkyard_mq::{DeviceInfo, Driver, QueueCounts, QueueKind, Region, SECTOR_SHIFT, TagSet};
@@ -65,9 +65,23 @@ pub trait DeviceOps: Debug + Send + Sync {
     /// The device has no more queues, or none of this depth.
     fn queue(&self, kind: QueueKind, depth: usize) -> Result<DeviceQueue, DeviceError>;
 
-    /// Queues that can be open at one time.
+    /// Queues that can be open at one time; of all members together if it is in a [pool](DeviceOps::queue_pool).
     fn queues_max(&self) -> usize {
         usize::MAX
+    }
+
+    /// Which devices have their queues in common with this one: namespaces of a controller that has too few for each to
+    /// have its own.
+    fn queue_pool(&self) -> Option<QueuePoolMember> {
+        None
+    }
+
+    /// [`queue`](DeviceOps::queue) for these members of its pool, whose requests number them in this order.
+    ///
+    /// # Errors
+    /// As there.
+    fn queue_of(&self, _members: &[usize], kind: QueueKind, depth: usize) -> Result<DeviceQueue, DeviceError> {
+        self.queue(kind, depth)
     }
 
     /// Requests that one queue can have in flight.

@@ -144,7 +144,7 @@ mod tests {
 
     fn ports(names: &[(&str, usize)]) -> Result<SubsystemPorts, String> {
         let wanted = names.iter().enumerate().map(|(number, (name, device))| {
-            let device = ShareDevice { number: *device, queues: usize::MAX, orders: false };
+            let device = ShareDevice { number: *device, pool: *device, queues: usize::MAX, orders: false };
             want(Spec::parse(name).unwrap(), number, device).unwrap()
         });
         SubsystemPorts::new(&wanted.collect::<Vec<_>>()).map_err(|error| error.to_string())

@@ -510,7 +510,11 @@ fn open(
             let cure = "add ?readonly=on, or ?share=on if the guests coordinate their writes; others destroy its data";
             return Err(SpecError::new(name, cause, cure).into());
         }
-        let of = ShareDevice { number: opened.len(), queues: device.queues_max(), orders: scheduler.orders() };
+        let (number, queues, orders) = (opened.len(), device.queues_max(), scheduler.orders());
+        let pool_of = |device: &Device| device.queue_pool().map(|member| member.pool);
+        let is_of_same =
+            |earlier: &ServedDevice| pool_of(&earlier.device).is_some_and(|pool| pool_of(&device) == Some(pool));
+        let of = ShareDevice { number, pool: opened.iter().position(is_of_same).unwrap_or(number), queues, orders };
         for export in plan.exports {
             let Some(export) = add_namespace(&mut wanted, export, of)? else { continue };
             let mut want = want(export, wanted.len(), of)?;

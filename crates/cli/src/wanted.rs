@@ -283,7 +283,7 @@ mod tests {
 
     #[test]
     fn address_of_a_target_is_loopback_unless_asked() {
-        let device = || ShareDevice { number: 0, queues: usize::MAX, orders: false };
+        let device = || ShareDevice { number: 0, pool: 0, queues: usize::MAX, orders: false };
         let address = |name: &str| {
             let wanted = want(Spec::parse(name).unwrap(), 0, device()).map_err(|error| error.to_string())?;
             Ok::<_, String>(wanted.target.unwrap().address.to_string())

@@ -117,7 +117,7 @@ pub struct HwQueue<D> {
     namespaces: Box<[Namespace]>,
     /// Counters of the fast path, if enabled: those of the only or the first namespace.
     counted: Option<Arc<HwStats>>,
-    /// Counters of each submitter, by [`Bio::submitter`], if they are counted apart.
+    /// Counters of each submitter, by [`Bio::submitter`] and namespace, if they are counted apart.
     submitters: Vec<Arc<HwStats>>,
     tags: TagSet,
     table: RequestTable,
@@ -301,9 +301,19 @@ impl<D> HwQueue<D> {
         &self.memory
     }
 
+    /// Properties of each device behind the queue, by namespace.
+    pub fn infos(&self) -> impl Iterator<Item = &Arc<DeviceInfo>> {
+        self.namespaces.iter().map(|namespace| &namespace.info)
+    }
+
     /// Scheduler of the waiting bios; of the first namespace.
     pub fn scheduler(&self) -> SchedulerConfig {
         self.namespaces[0].scheduler
+    }
+
+    /// Scheduler of each namespace.
+    pub fn schedulers(&self) -> impl Iterator<Item = SchedulerConfig> {
+        self.namespaces.iter().map(|namespace| namespace.scheduler)
     }
 
     /// The counters, readable by anyone; of several namespaces those of the first.
@@ -600,8 +610,8 @@ impl<D> HwQueue<D> {
     /// Where the I/O of a submitter is counted.
     #[inline]
     fn stats_of(&self, namespace: u16, submitter: u16) -> &HwStats {
-        let stats = &self.namespaces[usize::from(namespace)].stats;
-        self.submitters.get(usize::from(submitter)).unwrap_or(stats)
+        let (namespace, stride) = (usize::from(namespace), self.namespaces.len());
+        self.submitters.get(usize::from(submitter) * stride + namespace).unwrap_or(&self.namespaces[namespace].stats)
     }
 
     /// Completions make room: for requests that the driver refused, and for other queues of the budget.

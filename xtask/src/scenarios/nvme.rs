@@ -39,6 +39,13 @@ pub const SCENARIOS: &[Scenario] = &[
         tell: namespaces,
     },
     Scenario {
+        name: "nvme-few-queues",
+        sentence: "two namespaces of a controller with two I/O queues are served on to Linux on four queues, verify together, and outlive a killed server",
+        place: RunsIn::Guest,
+        ours: true,
+        tell: few_queues,
+    },
+    Scenario {
         name: "nvme-crash",
         sentence: "what a guest has flushed to an NVMe export is there after the machine was reset and after it was killed, both amid I/O",
         place: RunsIn::Guest,
@@ -306,6 +313,55 @@ fn namespaces(ground: &ScenarioContext) -> Result<()> {
         image.check_pattern(60 * MIB, MIB, byte)?;
     }
     images[1].check_pattern(GROWN - MIB, MIB, b'g')
+}
+
+fn few_queues(ground: &ScenarioContext) -> Result<()> {
+    let (few, socket) = (ground.path("few.sock"), ground.path("onward.sock"));
+    let images = [ground.image("0.img", 64 * MIB)?, ground.image("1.img", 64 * MIB)?];
+    let mut command = ground.program.command()?;
+    command.arg("serve");
+    for (image, options) in images.iter().zip(["?queues=2", ""]) {
+        command.args(["--device", &format!("file:{}", image.path.display())]);
+        command.args(["--export", &format!("vfio-user:{}{options}", few.display())]);
+    }
+    let serve = || ReadyServer::start_command(&command, std::slice::from_ref(&few), &ground.log);
+    let server = serve()?;
+    let mut proxy = ground.program.command()?;
+    proxy.arg("serve");
+    for (nsid, options) in [(1, format!("?queues=4&serial={SERIAL}")), (2, String::new())] {
+        proxy.args(["--device", &format!("vfio-user:{}?namespace={nsid}", few.display())]);
+        proxy.args(["--export", &format!("vfio-user:{}{options}", socket.display())]);
+    }
+    let onward = ReadyServer::start_command(&proxy, std::slice::from_ref(&socket), &ground.log)?;
+    let task = format!(
+        "{PRELUDE}
+        both() {{
+            (disk=/dev/nvme0n1; load --cpus_allowed=0-3 --cpus_allowed_policy=split \"$@\") & first=$!
+            (disk=/dev/nvme0n2; load --cpus_allowed=0-3 --cpus_allowed_policy=split \"$@\") & second=$!
+        }}
+        until_true test -b /dev/nvme0n2
+        both
+        wait $first
+        wait $second
+        echo verified
+        both --loops=3
+        wait $first
+        wait $second
+        for number in 1 2; do
+            nsid=$(cat /sys/block/nvme0n$number/nsid)
+            tr '\\0' $nsid </dev/zero | dd of=/dev/nvme0n$number bs=1M seek=60 count=1 iflag=fullblock oflag=direct conv=fsync 2>/dev/null
+        done
+        echo written"
+    );
+    let mut machine = Vm::new(ground.guest, 4).controller(&socket).start(&task)?;
+    machine.wait_for_output(|output| output.contains("verified\n"))?;
+    server.kill();
+    let server = serve()?;
+    let output = machine.wait()?.success()?;
+    ensure!(output.ends_with("verified\nwritten\n"), "the guest said:\n{output}");
+    onward.stop()?;
+    server.stop()?;
+    images.iter().zip([b'1', b'2']).try_for_each(|(image, byte)| image.check_pattern(60 * MIB, MIB, byte))
 }
 
 fn crash(ground: &ScenarioContext) -> Result<()> {

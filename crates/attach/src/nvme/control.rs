@@ -74,6 +74,9 @@ pub(crate) struct NvmeControl<T: NvmeTransport> {
     wanted: Box<[Option<u32>]>,
     /// As they were when the disks were opened; their sizes aside. Empty before.
     namespaces: Vec<ScannedNamespace>,
+    /// Whether the first session had fewer queues than were asked for, and several namespaces: a queue may then serve
+    /// more than one.
+    shares_queues: bool,
     suspend_requests: SuspendRequests,
     log: LogLimit,
 }
@@ -103,6 +106,7 @@ impl<T: NvmeTransport> NvmeControl<T> {
             queues: Vec::new(),
             wanted: wanted.into(),
             namespaces: Vec::new(),
+            shares_queues: false,
             suspend_requests: SuspendRequests::default(),
             log: LogLimit::default(),
         };
@@ -144,7 +148,12 @@ impl<T: NvmeTransport> NvmeControl<T> {
 
     /// Queues that each namespace may have open.
     pub(crate) fn share(&self) -> usize {
-        self.queues.len() / self.wanted.len()
+        if self.shares_queues { self.queues.len() } else { self.queues.len() / self.wanted.len() }
+    }
+
+    /// Whether a queue may serve several namespaces.
+    pub(crate) fn shares_queues(&self) -> bool {
+        self.shares_queues
     }
 
     /// Runs until the disk and all its queues are dropped, then shuts the controller down.
@@ -182,8 +191,8 @@ impl<T: NvmeTransport> NvmeControl<T> {
     fn obey(&mut self, command: NvmeCommand) {
         let now_ns = self.ns(self.now());
         match command {
-            NvmeCommand::Open(namespace, kind, answer) => {
-                let opened = self.open_queue(namespace, kind);
+            NvmeCommand::Open(namespaces, kind, answer) => {
+                let opened = self.open_queue(namespaces, kind);
                 if let Err(SendError(Ok(OpenedIoQueue { number, running, .. }))) = answer.send(opened) {
                     // It was waited for no longer.
                     self.obey(NvmeCommand::Close(number, Some(running)));
@@ -247,14 +256,16 @@ impl<T: NvmeTransport> NvmeControl<T> {
             || self.session.as_ref().is_none_or(|session| !session.is_served && running.session + 1 == self.sessions)
     }
 
-    fn open_queue(&mut self, namespace: usize, kind: QueueKind) -> Result<OpenedIoQueue, AttachError> {
+    fn open_queue(&mut self, namespaces: Box<[usize]>, kind: QueueKind) -> Result<OpenedIoQueue, AttachError> {
         let wants_interrupt = kind != QueueKind::Poll;
         let free = [wants_interrupt, !wants_interrupt]
             .into_iter()
             .find_map(|has_interrupt| self.queues.iter().position(|queue| queue.is_free(has_interrupt)));
-        let has_room = self.queues.iter().filter(|queue| queue.serves(namespace)).count() < self.share();
-        let served = (namespace, self.namespaces[namespace].namespace);
-        let opened = free.filter(|_| has_room).and_then(|number| self.queues[number].open(number, kind, served));
+        let used = |namespace: &usize| self.queues.iter().filter(|queue| queue.serves(*namespace)).count();
+        let has_room = namespaces.iter().all(|namespace| used(namespace) < self.share());
+        let all = &self.namespaces;
+        let opened =
+            free.filter(|_| has_room).and_then(|number| self.queues[number].open(number, kind, namespaces, all));
         let Some(opened) = opened else {
             let (disk, have) = (self.name().to_owned(), self.share());
             let cure = "raise ?queues=N if the controller has more, or ask for fewer queues";
@@ -454,16 +465,14 @@ impl<T: NvmeTransport> NvmeControl<T> {
         let scanned = session.host.namespaces();
         let found = self.wanted.iter().map(|nsid| find_namespace(scanned, *nsid)).collect::<Result<Vec<_>, _>>()?;
         self.namespaces.iter().zip(&found).try_for_each(|(known, found)| check_same(known, found))?;
+        let granted = session.host.queue_counts().map_or(0, blkyard_mq::QueueCounts::total);
         if self.namespaces.is_empty() {
             self.namespaces.clone_from(&found);
+            let asked = usize::from(self.shared.config.host.queues.total());
+            self.shares_queues = found.len() > 1 && granted < asked;
         }
-        let granted = session.host.queue_counts().map_or(0, blkyard_mq::QueueCounts::total);
         if granted == 0 {
             return Err("the controller grants no I/O queue; see its log".into());
-        }
-        if granted < found.len() {
-            let wanted = found.len();
-            return Err(format!("the controller grants {granted} I/O queues for {wanted} namespaces; give it more"));
         }
         let used = self.queues.iter().rposition(|queue| queue.user().is_some()).map_or(0, |last| last + 1);
         if granted < used {

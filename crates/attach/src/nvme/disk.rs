@@ -17,6 +17,9 @@ use crate::nvme::control::NvmeControl;
 use crate::nvme::mailbox::NvmeCommand;
 use crate::nvme::{HostParts, NamespaceConfig, NamespaceQueue, NvmeTransport};
 
+/// Pools so far.
+static POOLS: AtomicU64 = AtomicU64::new(0);
+
 /// State of an attached namespace at one moment, for other threads.
 #[derive(Clone, Debug, Default)]
 pub struct NamespaceView {
@@ -74,6 +77,15 @@ impl NamespaceShared {
     }
 }
 
+/// A namespace that shares the queues of its controller with others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct QueuePoolMember {
+    /// Number of the controller, of all that this process opened.
+    pub pool: u64,
+    /// Number of the namespace among those opened with it.
+    pub index: usize,
+}
+
 /// A namespace of an NVMe controller that is reached over a transport.
 ///
 /// The controller is closed once all its namespaces and their queues are dropped.
@@ -91,6 +103,8 @@ pub struct RemoteNamespace {
     nsid: u32,
     ids: NamespaceIds,
     queues: usize,
+    /// Set if a queue may serve several namespaces.
+    pool: Option<u64>,
     control: Arc<Mutex<Option<JoinHandle<()>>>>,
 }
 
@@ -109,7 +123,8 @@ impl RemoteNamespace {
     }
 
     /// Opens the controller and brings it up, for several of its namespaces. Each may have as many queues as the
-    /// configuration says; if the controller grants fewer, they have equal shares.
+    /// configuration says. If the controller grants fewer, all namespaces share them: see
+    /// [`queue_pool`](RemoteNamespace::queue_pool).
     ///
     /// # Errors
     /// See [`AttachError`]: each names device, cause and cure.
@@ -155,6 +170,7 @@ impl RemoteNamespace {
         let control =
             NvmeControl::<T>::open(transport, namespaces, Arc::clone(&shared), parts, receiver, Arc::clone(&wake))?;
         let (found, queues) = (control.namespaces().to_vec(), control.share());
+        let pool = control.shares_queues().then(|| POOLS.fetch_add(1, Relaxed));
         let thread = std::thread::Builder::new().name("nvme".into());
         let control = Arc::new(Mutex::new(Some(thread.spawn(move || control.run()).map_err(failed)?)));
         // The end of a controller is orderly: its waits are not cut short.
@@ -176,6 +192,7 @@ impl RemoteNamespace {
                 nsid,
                 ids: found.ids,
                 queues,
+                pool,
                 control: Arc::clone(&control),
             }
         };
@@ -202,9 +219,15 @@ impl RemoteNamespace {
         self.shared.capacity_sectors[self.index].load(Relaxed)
     }
 
-    /// Queues that can be open at one time.
+    /// Queues that can be open at one time; of all members together if it is in a pool.
     pub fn queues_max(&self) -> usize {
         self.queues
+    }
+
+    /// Which namespaces have their queues in common with this one, as the controller has too few for each to have its
+    /// own. Unset if each has.
+    pub fn queue_pool(&self) -> Option<QueuePoolMember> {
+        self.pool.map(|pool| QueuePoolMember { pool, index: self.index })
     }
 
     /// Requests that one queue can have in flight.
@@ -259,6 +282,14 @@ impl RemoteNamespace {
     /// # Errors
     /// All queues are open, the depth is more than a ring holds, or the controller holds up the control thread.
     pub fn queue(&self, kind: QueueKind, depth: usize) -> Result<NamespaceQueue, AttachError> {
+        self.queue_of(&[self.index], kind, depth)
+    }
+
+    /// The same for these members of its [pool](RemoteNamespace::queue_pool), whose requests number them in this order.
+    ///
+    /// # Errors
+    /// As above.
+    pub fn queue_of(&self, members: &[usize], kind: QueueKind, depth: usize) -> Result<NamespaceQueue, AttachError> {
         let options = &self.shared.config.options;
         let disk = options.name.clone();
         let room = self.depth_max();
@@ -267,7 +298,7 @@ impl RemoteNamespace {
             return Err(AttachError::Depth { disk, depth, room, cure });
         }
         let Some(commands) = self.commands.clone() else { return Err(AttachError::Ended { disk }) };
-        let opened = self.ask(|answer| NvmeCommand::Open(self.index, kind, answer))?;
+        let opened = self.ask(|answer| NvmeCommand::Open(members.into(), kind, answer))?;
         Ok(NamespaceQueue::new(opened, &self.domain, &self.wake, commands))
     }
 }

@@ -66,8 +66,8 @@ impl RunningQueue {
 /// To the control thread. Queues are numbered from zero.
 #[derive(Debug)]
 pub(crate) enum NvmeCommand {
-    /// One more queue, for the namespace of this index.
-    Open(usize, QueueKind, Sender<Result<OpenedIoQueue, AttachError>>),
+    /// One more queue, for the namespaces of these indexes.
+    Open(Box<[usize]>, QueueKind, Sender<Result<OpenedIoQueue, AttachError>>),
     /// The memory of a queue, under this number.
     Memory {
         queue: usize,

@@ -38,7 +38,7 @@ use blkyard_sys::{EventFd, TimeSource};
 use crate::protocol::RemoteOptions;
 
 pub(crate) use control::{check_same, find_namespace};
-pub use disk::{NamespaceView, RemoteNamespace};
+pub use disk::{NamespaceView, QueuePoolMember, RemoteNamespace};
 pub use queue::NamespaceQueue;
 
 /// Parts of a controller that outlive its transport.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use blkyard_mem::{BufferId, BufferMapping, DmaDomain, Region, RegisteredBuffer};
 use blkyard_mq::QueueKind;
-use blkyard_nvme::{IoQueueCommand, IoQueueReport, NvmeNamespace, ScannedNamespace};
+use blkyard_nvme::{IoQueueCommand, IoQueueReport, ScannedNamespace};
 use blkyard_sys::EventFd;
 
 use crate::nvme::mailbox::{NvmeQueueMailbox, NvmeQueueMessage, OpenedIoQueue, ReachedBuffer, RunningQueue};
@@ -36,8 +36,8 @@ pub(crate) struct QueueUse {
     pub(crate) eventfd: Arc<EventFd>,
     /// Mailbox of the queue on its lane.
     user: Option<Arc<NvmeQueueMailbox>>,
-    /// Index of the namespace that it serves there.
-    namespace: usize,
+    /// Indexes of the namespaces that it serves there.
+    namespaces: Box<[usize]>,
     /// The queue pair, if no lane has it. Neither is set if it was dropped with requests in flight.
     spare: Option<RunningQueue>,
     /// Memory of the queue on its lane, with its number.
@@ -52,7 +52,8 @@ impl QueueUse {
     /// A queue that is not used.
     pub(crate) fn new(eventfd: Arc<EventFd>) -> QueueUse {
         let (user, spare, memory) = (None, None, None);
-        QueueUse { eventfd, user, namespace: 0, spare, memory, mapped: Vec::new(), is_partly_unreached: false }
+        let namespaces = Box::default();
+        QueueUse { eventfd, user, namespaces, spare, memory, mapped: Vec::new(), is_partly_unreached: false }
     }
 
     /// The mailbox of the queue on its lane.
@@ -65,16 +66,17 @@ impl QueueUse {
         self.spare.as_ref().is_some_and(|spare| spare.has_interrupt == has_interrupt)
     }
 
-    /// Gives the queue to a lane, for the namespace of this index.
+    /// Gives the queue to a lane, for the namespaces of these indexes, in the order in which requests number them.
     pub(crate) fn open(
         &mut self,
         number: usize,
         kind: QueueKind,
-        (index, namespace): (usize, NvmeNamespace),
+        indexes: Box<[usize]>,
+        all: &[ScannedNamespace],
     ) -> Option<OpenedIoQueue> {
         let mut running = self.spare.take()?;
-        running.queue.set_namespaces([namespace].into());
-        self.namespace = index;
+        running.queue.set_namespaces(indexes.iter().map(|index| all[*index].namespace).collect());
+        self.namespaces = indexes;
         let mailbox = Arc::new(NvmeQueueMailbox::new(kind, &self.eventfd));
         self.user = Some(Arc::clone(&mailbox));
         Some(OpenedIoQueue { number, mailbox, running })
@@ -119,17 +121,17 @@ impl QueueUse {
 
     /// Whether a lane has it for the namespace of this index.
     pub(crate) fn serves(&self, namespace: usize) -> bool {
-        self.user.is_some() && self.namespace == namespace
+        self.user.is_some() && self.namespaces.contains(&namespace)
     }
 
     /// Replaces the queue pair by that of a new session, with these namespaces.
-    pub(crate) fn run(&mut self, mut running: RunningQueue, namespaces: &[ScannedNamespace]) {
-        let namespace = namespaces[if self.user.is_some() { self.namespace } else { 0 }].namespace;
-        running.queue.set_namespaces([namespace].into());
-        match &self.user {
-            Some(user) => user.replace_pair(running),
-            None => self.spare = Some(running),
-        }
+    pub(crate) fn run(&mut self, mut running: RunningQueue, all: &[ScannedNamespace]) {
+        let Some(user) = &self.user else {
+            self.spare = Some(running);
+            return;
+        };
+        running.queue.set_namespaces(self.namespaces.iter().map(|index| all[*index].namespace).collect());
+        user.replace_pair(running);
     }
 
     /// Memory of the queue on its lane, under this number.

@@ -477,6 +477,39 @@ fn two_namespaces_share_one_controller() {
 }
 
 #[test]
+fn namespaces_take_their_queues_from_a_pool_if_the_controller_grants_too_few() {
+    let (_folder, path) = place();
+    let devices = [disk(), disk()];
+    let server = Server::of_namespaces(&path, &devices.each_ref().map(|device| (device, device.info())), 3);
+    let transport = || VfioUserConfig::new(&path, Arc::new(SystemClock)).unwrap();
+    let attached = RemoteNamespace::open_all::<VfioUserController>(transport(), config(2), &[1, 2]).unwrap();
+    let [one, other] = [0, 1].map(|index| attached[index].queue_pool().unwrap());
+    assert_eq!((one.pool, one.index, other.index), (other.pool, 0, 1));
+    assert_eq!([0, 1].map(|index| attached[index].queues_max()), [3, 3]);
+    let of_both = attached[0].queue_of(&[0, 1], QueueKind::Default, 8).unwrap();
+    let mut users: Vec<_> = attached.iter().map(|disk| user(disk, QueueKind::Default)).collect();
+    let none_left = attached[1].queue(QueueKind::Default, 8);
+    assert!(matches!(none_left, Err(AttachError::Queues { have: 3, .. })), "{none_left:?}");
+    drop(of_both);
+    let again = attached[1].queue_of(&[1, 0], QueueKind::Default, 8).unwrap();
+    for (number, user) in users.iter_mut().enumerate() {
+        user.fill(0, 50 + number as u8);
+        assert_eq!(user.one(Op::Write, 0, 0), Status::Ok);
+    }
+    drop((users, again, attached));
+    // With enough for each there is no pool.
+    let attached = RemoteNamespace::open_all::<VfioUserController>(transport(), config(1), &[1, 2]).unwrap();
+    assert_eq!([0, 1].map(|index| attached[index].queue_pool()), [None, None]);
+    let mut users: Vec<_> = attached.iter().map(|disk| user(disk, QueueKind::Default)).collect();
+    for (number, user) in users.iter_mut().enumerate() {
+        assert_eq!(user.one(Op::Read, 0, 0), Status::Ok);
+        assert!(user.holds(0, 50 + number as u8));
+    }
+    drop((users, attached));
+    server.stop();
+}
+
+#[test]
 fn namespace_that_is_not_there_is_named() {
     let (_folder, path) = place();
     let device = disk();

@@ -5,7 +5,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use blkyard_attach::{NamespaceConfig, NvmeTransport, RemoteNamespace};
+use blkyard_attach::{NamespaceConfig, NvmeTransport, QueuePoolMember, RemoteNamespace};
 use blkyard_mem::{DmaDomain, PAGE_BYTES};
 use blkyard_mq::{DeviceInfo, QueueKind, Region, SECTOR_SHIFT};
 use blkyard_nvme::{NamespaceIds, QueueDemand};
@@ -140,7 +140,9 @@ impl DeviceOps for NvmeDevice {
     }
 
     fn describe(&self) -> String {
-        format!("{}, namespace {}, up to {} queues", self.what, self.namespace.nsid(), self.namespace.queues_max())
+        let shared = if self.namespace.queue_pool().is_some() { ", shared with its other namespaces" } else { "" };
+        let (nsid, queues) = (self.namespace.nsid(), self.namespace.queues_max());
+        format!("{}, namespace {nsid}, up to {queues} queues{shared}", self.what)
     }
 
     fn queue(&self, kind: QueueKind, depth: usize) -> Result<DeviceQueue, DeviceError> {
@@ -149,6 +151,14 @@ impl DeviceOps for NvmeDevice {
 
     fn queues_max(&self) -> usize {
         self.namespace.queues_max()
+    }
+
+    fn queue_pool(&self) -> Option<QueuePoolMember> {
+        self.namespace.queue_pool()
+    }
+
+    fn queue_of(&self, members: &[usize], kind: QueueKind, depth: usize) -> Result<DeviceQueue, DeviceError> {
+        Ok(Box::new(self.namespace.queue_of(members, kind, depth)?))
     }
 
     fn depth_max(&self) -> usize {

@@ -402,7 +402,7 @@ impl ServedLanes {
             share.queues = queues;
             share.devices.clone()
         };
-        for (export, lanes) in self.deal_devices(|share| devices.iter().any(|device| share.serves(device.number)))? {
+        for (export, lanes) in self.deal_devices(|share| devices.iter().any(|device| share.uses(device.pool)))? {
             self.changing(export).plan(&lanes);
         }
         Ok(())
@@ -452,13 +452,15 @@ impl ServedLanes {
         self.place_device(device)
     }
 
-    /// Places the queues of a device by the rule. Queues of other devices stay.
+    /// Places the queues of a device by the rule, and those of devices of its pool. Queues of other devices stay.
     ///
     /// # Errors
     /// A queue does not drain, the device has no more queues, or a lane has ended or does not respond: earlier moves
     /// stay, and another call completes the change.
     pub fn place_device(&self, device: usize) -> Result<Moves, SetLanesError> {
-        self.place(self.deal_devices(|share| share.serves(device))?)
+        let known: Vec<_> = self.shares().into_iter().flat_map(|share| share.devices).collect();
+        let pools: Vec<_> = known.iter().filter(|known| known.number == device).map(|known| known.pool).collect();
+        self.place(self.deal_devices(|share| pools.iter().any(|pool| share.uses(*pool)))?)
     }
 
     /// Moves the queues of these exports to these lanes, where they share a hardware queue with others of their export.

@@ -32,7 +32,9 @@ pub struct Share {
 pub struct ShareDevice {
     /// Number of the device.
     pub number: usize,
-    /// Maximum open queues of the device, for all exports.
+    /// Number of the first device that has its queues in common with this one: its own if none has.
+    pub pool: usize,
+    /// Maximum open queues of the pool, for all exports.
     pub queues: usize,
     /// Whether the device's scheduler orders by time or position, and so needs all queues on one lane, the first of the
     /// export's named lanes.
@@ -53,6 +55,16 @@ impl Share {
     /// Whether it serves the device of this number.
     pub fn serves(&self, device: usize) -> bool {
         self.devices.iter().any(|known| known.number == device)
+    }
+
+    /// Whether it serves a device of this pool.
+    pub fn uses(&self, pool: usize) -> bool {
+        self.devices.iter().any(|known| known.pool == pool)
+    }
+
+    /// The pools of its devices, with the queues of each. It has one of those on each lane.
+    fn pools(&self) -> BTreeMap<usize, usize> {
+        self.devices.iter().map(|device| (device.pool, device.queues)).collect()
     }
 }
 
@@ -79,15 +91,16 @@ pub fn deal(shares: &[Share], lanes: usize) -> Result<Vec<usize>, SpecError> {
             None => (map.queue_of(queue) + first) % lanes,
         };
         let wanted = (0..share.queues).map(spread).collect::<BTreeSet<_>>().len();
-        // Each later export of the device needs a lane as well.
-        let lacks_queues = share.devices.iter().any(|device| {
-            let others = shares[number + 1..].iter().filter(|other| other.serves(device.number)).count();
-            let used = used.get(&device.number).copied().unwrap_or(0);
-            wanted > device.queues.saturating_sub(used + others)
+        let pools = share.pools();
+        // Each later export of a pool needs a lane as well.
+        let lacks_queues = pools.iter().any(|(pool, queues)| {
+            let others = shares[number + 1..].iter().filter(|other| other.uses(*pool)).count();
+            let used = used.get(pool).copied().unwrap_or(0);
+            wanted > queues.saturating_sub(used + others)
         });
         let is_one = share.orders() || lacks_queues;
-        for device in &share.devices {
-            *used.entry(device.number).or_default() += if is_one { 1 } else { wanted };
+        for pool in pools.into_keys() {
+            *used.entry(pool).or_default() += if is_one { 1 } else { wanted };
         }
         for queue in 0..share.queues {
             let lane = match &share.named {
@@ -111,7 +124,7 @@ pub(super) mod tests {
     use super::*;
 
     pub(in super::super) fn share(queues: usize, named: Option<Vec<usize>>) -> Share {
-        let devices = vec![ShareDevice { number: 0, queues: usize::MAX, orders: false }];
+        let devices = vec![ShareDevice { number: 0, pool: 0, queues: usize::MAX, orders: false }];
         Share { name: format!("of {queues}"), queues, named, devices }
     }
 
@@ -151,13 +164,22 @@ pub(super) mod tests {
 
     #[test]
     fn device_with_few_queues_binds_all_its_controllers() {
-        let device = |number, queues| ShareDevice { number, queues, orders: false };
+        let device = |number, queues| ShareDevice { number, pool: number, queues, orders: false };
         let shares = [
             Share { devices: vec![device(0, usize::MAX), device(1, 3)], ..share(2, None) },
             Share { devices: vec![device(1, 3)], ..share(2, None) },
         ];
         // Two queues of device 1 for the first export leave one for the second.
         assert_eq!(deal(&shares, 2).unwrap(), [0, 1, 1, 1]);
+    }
+
+    #[test]
+    fn devices_with_common_queues_need_one_on_each_lane_together() {
+        let device = |number| ShareDevice { number, pool: 1, queues: 2, orders: false };
+        let of = |numbers: &[usize]| Share { devices: numbers.iter().copied().map(device).collect(), ..share(2, None) };
+        assert_eq!(deal(&[of(&[1, 2, 3])], 2).unwrap(), [0, 1]);
+        // One of the two is for the other export.
+        assert_eq!(deal(&[of(&[1, 2]), of(&[3])], 2).unwrap(), [0, 0, 1, 1]);
     }
 
     #[test]

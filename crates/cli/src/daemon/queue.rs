@@ -6,7 +6,7 @@ use std::sync::Arc;
 use blkyard::rate::RateSlot;
 use blkyard::{Device, DeviceQueue};
 use blkyard_export::{DetachedQueue, HwQueueSet, QueueHost, QueuePort, QueueRemote, QueueShare, on_demand_queue};
-use blkyard_mq::{HwQueue, HwQueueConfig, QueueKind, TagSet};
+use blkyard_mq::{HwQueue, HwQueueConfig, QueueKind, SchedulerConfig, TagSet};
 use blkyard_os::Ring;
 use blkyard_virtio::SerialId;
 
@@ -35,9 +35,12 @@ impl QueueMaker {
     pub(crate) fn register(&self) {
         let (devices, rate, weight) = (self.devices.clone(), Arc::clone(&self.rate), Arc::clone(&self.weight));
         let make = move |queues| {
-            let make = |device| make_hw_queue(device, &rate, &weight, queues);
-            let made = devices.iter().map(|device| make(device)).collect::<Result<_, _>>()?;
-            HwQueueSet::new::<Ring>(made)
+            let make = |numbers: Vec<u16>| {
+                let served: Vec<_> = numbers.iter().map(|number| &*devices[usize::from(*number)]).collect();
+                Ok::<_, String>((make_hw_queue(&served, &rate, &weight, queues)?, numbers))
+            };
+            let made = by_pool(&devices).into_iter().map(make).collect::<Result<_, _>>()?;
+            HwQueueSet::sharing::<Ring>(made)
                 .map_err(|error| format!("events of its devices: {error}; raise the limit on open files"))
         };
         self.lanes.make_by(self.export, Arc::new(make));
@@ -87,22 +90,48 @@ impl QueueMaker {
     }
 }
 
-/// Made before it is added to its lane: this takes as long as a hundred I/Os of the lane's other queues.
+/// The numbers of these devices, those together that have their queues in common.
+fn by_pool(devices: &[Arc<ServedDevice>]) -> Vec<Vec<u16>> {
+    let mut groups: Vec<(Option<u64>, Vec<u16>)> = Vec::new();
+    for (number, served) in (0..).zip(devices) {
+        let pool = served.device.queue_pool().map(|member| member.pool);
+        match groups.iter_mut().find(|(known, _)| pool.is_some() && *known == pool) {
+            Some((_, group)) => group.push(number),
+            None => groups.push((pool, vec![number])),
+        }
+    }
+    groups.into_iter().map(|(_, group)| group).collect()
+}
+
+/// The hardware queue of a device, or of several that have their queues in common. Made before it is added to its lane:
+/// this takes as long as a hundred I/Os of the lane's other queues.
 fn make_hw_queue(
-    device: &ServedDevice,
+    devices: &[&ServedDevice],
     rate: &RateSlot,
     weight: &WeightSlot,
     queues: usize,
 ) -> Result<HwQueue<DeviceQueue>, String> {
-    let (usual, scheduler) = (HwQueueConfig::default(), weight.of(device.scheduler()));
+    let (usual, first) = (HwQueueConfig::default(), &devices[0].device);
+    let schedulers: Vec<_> = devices.iter().map(|device| weight.of(device.scheduler())).collect();
     // Each client queue has as many bios and tags as with a private hardware queue. A scheduler that orders gets the
     // tags of one.
-    let wanted = if scheduler.orders() { usual.depth } else { usual.depth * queues };
-    let depth = wanted.min(device.device.depth_max()).min(TagSet::DEPTH_MAX);
-    let config = HwQueueConfig { depth, scheduler, bios_max: usual.bios_max * queues, ..usual };
-    let driver = device.device.queue(QueueKind::Default, depth).map_err(|error| error.to_string())?;
-    let mut hw = HwQueue::new(driver, device.info(), config);
-    hw.set_rates(0, device.rates(rate));
+    let orders = schedulers.iter().any(SchedulerConfig::orders);
+    let wanted = if orders { usual.depth } else { usual.depth * queues };
+    let depth = wanted.min(first.depth_max()).min(TagSet::DEPTH_MAX);
+    let config = HwQueueConfig { depth, scheduler: schedulers[0], bios_max: usual.bios_max * queues, ..usual };
+    let members: Vec<_> = devices.iter().filter_map(|served| served.device.queue_pool()).map(|of| of.index).collect();
+    let driver = match devices {
+        [_] => first.queue(QueueKind::Default, depth),
+        _ => first.queue_of(&members, QueueKind::Default, depth),
+    };
+    let driver = driver.map_err(|error| error.to_string())?;
+    let mut hw = HwQueue::with_namespaces(driver, devices.iter().map(|device| device.info()).collect(), config);
+    for ((device, scheduler), number) in devices.iter().zip(schedulers).zip(0..) {
+        if number > 0 {
+            hw.schedule(number, scheduler);
+        }
+        hw.set_rates(number, device.rates(rate));
+    }
     Ok(hw)
 }
 

@@ -539,7 +539,7 @@ mod tests {
     fn queues_that_their_export_does_not_take_are_removed() {
         let mut daemon = daemon("null:1M");
         let name = "e".to_owned();
-        let devices = vec![ShareDevice { number: 0, queues: usize::MAX, orders: false }];
+        let devices = vec![ShareDevice { number: 0, pool: 0, queues: usize::MAX, orders: false }];
         let share = Share { name: name.clone(), queues: 1, named: None, devices };
         daemon.lanes = Arc::new(ServedLanes::start(2, vec![share], |_| LaneConfig::default()).unwrap());
         let (serial, rate) = (SerialId::new("x").unwrap(), Arc::new(RateSlot::new(RateConfig::default())));

@@ -27,7 +27,7 @@ const BIO_BYTES: u64 = SECTORS as u64 * 512;
 /// Bios in flight, each with its part of the buffer.
 const BIOS: u64 = 32;
 /// Maximum namespaces, each with its parts of the buffer.
-const NAMESPACES: u64 = 2;
+const NAMESPACES: u64 = 3;
 /// Time after which a command is late, as in Linux.
 const LATE_AFTER: Duration = Duration::from_secs(30);
 /// Bytes of a daemon's state in a report.
@@ -145,8 +145,9 @@ impl NvmeGuest {
     }
 
     /// Uses the namespace of this index from now on.
-    pub fn select(&mut self, namespace: u16) {
+    pub fn select(&mut self, namespace: u16) -> &mut NvmeGuest {
         self.namespace = namespace;
+        self
     }
 
     /// Number of namespaces.

@@ -195,6 +195,10 @@ fn namespaces_of_one_controller_are_devices_of_a_daemon() {
     direct.verify(60);
     drop(direct);
     server.stop();
+    refuses_namespaces_named_wrongly(folder);
+}
+
+fn refuses_namespaces_named_wrongly(folder: &Path) {
     for (second, why) in [
         ("vfio-user:n", "choose one for each"),
         ("vfio-user:n?namespace=2", "name each namespace once"),
@@ -204,5 +208,70 @@ fn namespaces_of_one_controller_are_devices_of_a_daemon() {
         let refused = run(folder, &[&first[..], &["--device", second, "--export", "vhost-user-blk:w"]].concat());
         let said = String::from_utf8(refused.stderr).unwrap();
         assert!(!refused.status.success() && said.contains(why), "{second}: {said}");
+    }
+}
+
+/// The lane of each queue of an export.
+fn lanes_of(folder: &Path, export: usize) -> Vec<u64> {
+    let tree = inspect(folder, &[]);
+    let queues = tree["exports"][export]["queues"].as_array().unwrap();
+    queues.iter().map(|queue| queue["lane"].as_u64().unwrap()).collect()
+}
+
+#[test]
+fn namespaces_of_a_controller_with_few_queues_share_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    image(folder, "a.img", 64 << 20);
+    image(folder, "b.img", 32 << 20);
+    for queues in [2, 1] {
+        let first = format!("vfio-user:n?queues={queues}");
+        let served = ["--device", "a.img", "--export", &first, "--device", "b.img", "--export", "vfio-user:n"];
+        let server = Daemon::start(folder, &[&["--control", "d"], &served[..]].concat());
+        // Each namespace wants two queues on two lanes.
+        let devices = [
+            ["--device", "vfio-user:n?namespace=2&queues=2", "--export", "vfio-user:m?queues=2"],
+            ["--device", "ram:8M", "--export", "vfio-user:m"],
+            ["--device", "vfio-user:n?namespace=1", "--export", "vfio-user:m"],
+        ];
+        let daemon = serve(folder, &[&devices.concat()[..], &["--lanes", "2"]].concat());
+        assert_eq!(lanes_of(folder, 0), if queues == 2 { [0, 1] } else { [0, 0] });
+        let mut guest = NvmeGuest::connect(&folder.join("m"), 2, true);
+        let sizes: Vec<_> = (0..3).map(|namespace| guest.select(namespace).sectors()).collect();
+        assert_eq!(sizes, [65_536, 16_384, 131_072]);
+        let seeds = |round: u8| (0..3).map(move |namespace| (namespace, 10 * round + namespace as u8));
+        // Settings of each device, and moves, under the data of all.
+        let settings = [
+            ["device:0", "scheduler=fair"],
+            ["device:2", "iops_max=20000"],
+            ["device:0", "scheduler=none"],
+            ["export:0", "depth=4"],
+            ["daemon", "lanes=1"],
+            ["daemon", "lanes=2"],
+        ];
+        for (round, words) in settings.iter().enumerate() {
+            seeds(round as u8).for_each(|(namespace, seed)| guest.select(namespace).write(seed));
+            set(folder, words);
+            seeds(round as u8).for_each(|(namespace, seed)| guest.select(namespace).verify(seed));
+        }
+        let tree = inspect(folder, &[]);
+        for namespace in tree["exports"][0]["namespaces"].as_array().unwrap() {
+            // 32 in a round; some are merged.
+            let ios = |op: &str| namespace["ops"][op]["ios"].as_u64().unwrap();
+            assert!([ios("read"), ios("write")].iter().all(|ios| (100..=192).contains(ios)), "{namespace:#}");
+        }
+        // The server is replaced by another with as many queues.
+        seeds(20).for_each(|(namespace, seed)| guest.select(namespace).write(seed));
+        server.stop();
+        let server = Daemon::start(folder, &[&["--control", "d"], &served[..]].concat());
+        seeds(20).for_each(|(namespace, seed)| guest.select(namespace).verify(seed));
+        (0..3).for_each(|namespace| guest.select(namespace).flush());
+        drop(guest);
+        daemon.stop();
+        let mut direct = NvmeGuest::connect(&folder.join("n"), 1, true);
+        direct.verify(202);
+        direct.select(1).verify(200);
+        drop(direct);
+        server.stop();
     }
 }

@@ -78,16 +78,22 @@ impl<D> HwQueue<D> {
         depth
     }
 
-    /// Continues with these counters: queue-wide events, and the I/O of submitters without counters of their own, count
-    /// in `of_queue`; other I/O in those with the index [`Bio::submitter`](crate::Bio::submitter). For a queue of one
-    /// namespace.
-    pub fn set_stats(&mut self, of_queue: Arc<HwStats>, of_submitters: Vec<Arc<HwStats>>) {
-        let was = std::mem::replace(&mut self.namespaces[0].stats, Arc::clone(&of_queue));
-        if !Arc::ptr_eq(&was, &of_queue) {
-            // A gauge, set again by the next scan for slow requests.
-            was.set_slow_now(0);
+    /// Continues with these counters. `of_namespaces`, one for each, count the I/O of submitters without counters of
+    /// their own, and the first of them queue-wide events. Other I/O is counted in `of_submitters`: one for each
+    /// namespace, of submitter after submitter ([`Bio::submitter`](crate::Bio::submitter)).
+    ///
+    /// # Panics
+    /// If a namespace has no counters.
+    pub fn set_stats(&mut self, of_namespaces: &[Arc<HwStats>], of_submitters: Vec<Arc<HwStats>>) {
+        assert_eq!(of_namespaces.len(), self.namespaces.len(), "counters for each namespace");
+        for (namespace, stats) in self.namespaces.iter_mut().zip(of_namespaces) {
+            let was = std::mem::replace(&mut namespace.stats, Arc::clone(stats));
+            if !Arc::ptr_eq(&was, stats) {
+                // A gauge, set again by the next scan for slow requests.
+                was.set_slow_now(0);
+            }
         }
-        self.counted = self.config.stats.then_some(of_queue);
+        self.counted = self.config.stats.then(|| Arc::clone(&of_namespaces[0]));
         self.submitters = if self.config.stats { of_submitters } else { Vec::new() };
     }
 

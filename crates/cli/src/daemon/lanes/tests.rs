@@ -14,7 +14,7 @@ use blkyard_virtio::SerialId;
 
 /// The device of this number, with so many queues.
 fn of(number: usize, queues: usize) -> Vec<ShareDevice> {
-    vec![ShareDevice { number, queues, orders: false }]
+    vec![ShareDevice { number, pool: number, queues, orders: false }]
 }
 
 /// Lanes with every queue served.
