@@ -89,6 +89,14 @@ pub struct IoQueue {
     starts: u32,
 }
 
+/// Moves slots to memory that this thread allocates, and so has on the NUMA node that it prefers: a queue pair is made by
+/// the thread of its controller, and used by a lane.
+pub(crate) fn reallocate<T>(slots: &mut Box<[T]>) {
+    let mut moved = Vec::with_capacity(slots.len());
+    moved.extend(std::mem::take(slots));
+    *slots = moved.into_boxed_slice();
+}
+
 impl IoQueue {
     /// A running queue over an empty queue pair, with lists for its [depth](HostQueuePair::depth).
     pub fn new(pair: HostQueuePair, lists: ListPool, namespaces: Box<[NvmeNamespace]>, delays: RetryDelays) -> IoQueue {
@@ -111,10 +119,13 @@ impl IoQueue {
         }
     }
 
-    /// Has rings and lists on this NUMA node, as far as they are not pinned by a device.
-    pub fn prefer_node(&self, node: u32) {
-        self.pair.prefer_node(node);
-        self.lists.prefer_node(node);
+    /// Has its memory on this NUMA node, which the calling thread prefers: rings and lists as far as they are not pinned
+    /// by a device. For a queue without commands in flight.
+    pub fn move_to_node(&mut self, node: u32) {
+        self.pair.move_to_node(node);
+        self.lists.move_to_node(node);
+        self.retries.reallocate();
+        reallocate(&mut self.parked);
     }
 
     /// Its identifier.
@@ -496,4 +507,18 @@ impl IoQueue {
 #[cold]
 fn copy_back(buffers: &MappedBuffers, segments: Segments<'_>) {
     segments.for_each(|segment| buffers.sync_for_cpu(segment));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slots_that_are_moved_keep_their_contents_in_memory_of_their_own() {
+        let mut slots: Box<[u64]> = (0..100).collect();
+        let before = slots.as_ptr();
+        reallocate(&mut slots);
+        assert_ne!(slots.as_ptr(), before);
+        assert!(slots.iter().copied().eq(0..100));
+    }
 }

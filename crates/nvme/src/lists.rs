@@ -13,6 +13,7 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use blkyard_mem::View;
 
+use crate::io_queue::reallocate;
 use crate::{DmaSegment, DsmRange, PAGE, Psdt};
 
 /// Maximum transfer, bytes: the capacity of five list pages at any alignment, as in Linux's driver.
@@ -134,8 +135,9 @@ pub struct ListPool {
 }
 
 impl ListPool {
-    pub(crate) fn prefer_node(&self, node: u32) {
+    pub(crate) fn move_to_node(&mut self, node: u32) {
         self.view.prefer_node(node);
+        reallocate(&mut self.held);
     }
 
     /// Bytes for `slots` commands and `pages` list pages.

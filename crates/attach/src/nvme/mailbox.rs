@@ -58,8 +58,8 @@ pub(crate) enum DoorbellListener {
 
 impl RunningQueue {
     /// Has its memory on the NUMA node of this thread: a lane, or one that opens the queue for a lane.
-    pub(crate) fn prefer_node(&self) {
-        blkyard_mem::preferred_node().into_iter().for_each(|node| self.queue.prefer_node(node));
+    pub(crate) fn move_to_node(&mut self) {
+        blkyard_mem::preferred_node().into_iter().for_each(|node| self.queue.move_to_node(node));
     }
 }
 

@@ -53,8 +53,8 @@ impl NamespaceQueue {
         wake: &Arc<EventFd>,
         control: ControlSender<NvmeCommand>,
     ) -> NamespaceQueue {
-        let OpenedIoQueue { number, mailbox, running } = opened;
-        running.prefer_node();
+        let OpenedIoQueue { number, mailbox, mut running } = opened;
+        running.move_to_node();
         NamespaceQueue {
             running: Some(running),
             addresses: Vec::new(),
@@ -91,11 +91,11 @@ impl NamespaceQueue {
                     };
                     self.running.iter_mut().for_each(|running| running.queue.command(command));
                 }
-                NvmeQueueMessage::Run(running) => {
+                NvmeQueueMessage::Run(mut running) => {
                     (self.is_known, self.is_failing) = (false, false);
                     let old = self.running.take();
                     cx.forget(&mut self.place);
-                    running.prefer_node();
+                    running.move_to_node();
                     let running = self.running.insert(running);
                     if let Some(mut old) = old {
                         // Carries out the cancellation that came before.

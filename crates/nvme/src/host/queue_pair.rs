@@ -20,6 +20,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use blkyard_mem::View;
 
 use crate::doorbell::{Doorbell, Doorbells};
+use crate::io_queue::reallocate;
 use crate::{CQE_BYTES, Cqe, NvmeStatus, SQE_BYTES, Sqe};
 
 /// Bits of a cid for the slot; the others are the sequence.
@@ -269,9 +270,10 @@ impl HostQueuePair {
         self.cq_doorbell.clear_shadow();
     }
 
-    pub(crate) fn prefer_node(&self, node: u32) {
+    pub(crate) fn move_to_node(&mut self, node: u32) {
         self.rings.sq.prefer_node(node);
         self.rings.cq.prefer_node(node);
+        reallocate(&mut self.slots);
     }
 
     /// Maximum commands in flight; slots of I/O queues are below it. One entry of a ring always stays free, so neither

@@ -2,6 +2,7 @@
 
 use blkyard_mq::{Cancellations, Done, ErrorCode, Status, Tag};
 
+use crate::io_queue::reallocate;
 use crate::{IdentifyController, NvmeStatus};
 
 /// Maximum retries of a request, as in Linux.
@@ -98,6 +99,11 @@ pub struct Retries {
 }
 
 impl Retries {
+    /// Has its memory where this thread allocates.
+    pub(crate) fn reallocate(&mut self) {
+        reallocate(&mut self.states);
+    }
+
     /// For a queue with so many slots.
     pub fn new(slots: u16, delays: RetryDelays) -> Retries {
         let slots = usize::from(slots);
