@@ -22,18 +22,20 @@ mod sched;
 
 use std::hint::black_box;
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::sync::atomic::Ordering::Release;
 
 use blkyard::Device;
-use blkyard_lab::floor::Round;
-use blkyard_mq::{Bio, QueueKind};
+use blkyard_lab::floor::{RandomOffsets, Round};
+use blkyard_mem::RegionTable;
+use blkyard_mq::{Bio, BlockDevice, HwQueue, HwQueueConfig, NullConfig, NullDevice, QueueKind};
 use blkyard_nvme::LoopbackBuffers;
 use blkyard_os::{Ring, RingConfig};
 use blkyard_virtio::driver_model::{ModelBuffer, ModelGuest, blk_header};
 use blkyard_virtio::{Chain, DeviceRing, Features, ParseContext, Parsed, VirtioStatus, parse, write_status, written};
 
 use lines::one_core;
-use load::{Load, buffers, load_only, null};
+use load::{Load, bios, buffers, fill, info, load_only, null};
 use nvme::pair;
 use registered::sized;
 use ring::ring;
@@ -44,6 +46,7 @@ const CASES: &[(&str, fn() -> Box<dyn Round>)] = &[
     ("core-null-b1", || Box::new(null(1, true, clock()))),
     ("core-null-b8", || Box::new(null(8, true, clock()))),
     ("core-null-b32", || Box::new(null(32, true, clock()))),
+    ("core-null-b32-namespaces", || Box::new(null_namespaces(32, clock()))),
     ("core-null-b32-nostats", || Box::new(null(32, false, clock()))),
     ("core-null-b32-timeslice", || Box::new(null(32, true, clock()).scheduled(slices()))),
     ("device-null-b1", || Box::new(device(NULL, 1))),
@@ -104,6 +107,26 @@ fn counted_rounds(case: &mut dyn Round, rounds: u64) -> u64 {
 }
 
 const NULL: &str = "null:1G";
+
+/// The core alone with two devices behind its queue, each with every second bio.
+fn null_namespaces(depth: usize, mut clock: impl FnMut() -> u64) -> impl Round {
+    let config = HwQueueConfig { depth, bios_max: depth, ..HwQueueConfig::default() };
+    let driver = NullDevice::new(info(), NullConfig::default()).queue(depth);
+    let mut queue = HwQueue::with_namespaces(driver, [0, 1].map(|_| Arc::new(info())).into(), config);
+    queue.set_memory(&mut (), Arc::new(RegionTable::new(vec![buffers(depth)])));
+    let (mut free, mut places) = (bios(depth), RandomOffsets::new());
+    move || {
+        let now_ns = clock();
+        let ended = queue.reap(&mut (), now_ns, &mut |bio| free.push(bio));
+        for mut bio in free.drain(..) {
+            fill(&mut bio, &mut places);
+            bio.namespace = (bio.cookie % 2) as u16;
+            queue.submit(bio);
+        }
+        queue.issue(&mut (), now_ns);
+        ended as u64
+    }
+}
 
 /// Two null devices as paths to one disk.
 fn paths(policy: &str) -> String {
