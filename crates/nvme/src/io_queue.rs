@@ -89,8 +89,8 @@ pub struct IoQueue {
     starts: u32,
 }
 
-/// Moves slots to memory that this thread allocates, and so has on the NUMA node that it prefers: a queue pair is made by
-/// the thread of its controller, and used by a lane.
+/// Moves slots to memory that this thread allocates, and so has on the NUMA node that it prefers: a queue pair is made
+/// by the thread of its controller, and used by a lane.
 pub(crate) fn reallocate<T>(slots: &mut Box<[T]>) {
     let mut moved = Vec::with_capacity(slots.len());
     moved.extend(std::mem::take(slots));
@@ -119,8 +119,8 @@ impl IoQueue {
         }
     }
 
-    /// Has its memory on this NUMA node, which the calling thread prefers: rings and lists as far as they are not pinned
-    /// by a device. For a queue without commands in flight.
+    /// Has its memory on this NUMA node, which the calling thread prefers: rings and lists as far as they are not
+    /// pinned by a device. For a queue without commands in flight.
     pub fn move_to_node(&mut self, node: u32) {
         self.pair.move_to_node(node);
         self.lists.move_to_node(node);

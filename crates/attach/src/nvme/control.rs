@@ -39,6 +39,8 @@ use crate::outage::{LossHistory, Outage, OutageStep, PAUSE_MIN};
 const QUEUES_WAIT: Duration = Duration::from_secs(5);
 /// How often a controller that is gone is checked for its silence.
 const LEAVE_RETRY: Duration = Duration::from_secs(1);
+/// How often memory of others that is pinned is looked at: pages that a balloon takes are rarely in use again sooner.
+const MEMORY_INTERVAL: Duration = Duration::from_millis(200);
 
 /// A transport with its controller.
 #[derive(Debug)]
@@ -78,6 +80,8 @@ pub(crate) struct NvmeControl<T: NvmeTransport> {
     /// more than one.
     shares_queues: bool,
     suspend_requests: SuspendRequests,
+    /// When memory of others was last looked at.
+    memory_seen: Option<Instant>,
     log: LogLimit,
 }
 
@@ -108,6 +112,7 @@ impl<T: NvmeTransport> NvmeControl<T> {
             namespaces: Vec::new(),
             shares_queues: false,
             suspend_requests: SuspendRequests::default(),
+            memory_seen: None,
             log: LogLimit::default(),
         };
         control.connect().map_err(|cause| control.failed(cause))?;
@@ -176,6 +181,7 @@ impl<T: NvmeTransport> NvmeControl<T> {
         }
         self.forward_doorbells();
         self.sync_dma();
+        self.watch_memory();
         self.advance();
         self.look_at_outage();
         self.answer_suspended();
@@ -308,6 +314,32 @@ impl<T: NvmeTransport> NvmeControl<T> {
                 self.name()
             );
         }
+    }
+
+    /// Gives up memory of others of which pages were given back. Its I/O fails, which loses less than data that go to
+    /// the former pages.
+    fn watch_memory(&mut self) {
+        let now = self.now();
+        if self.memory_seen.is_some_and(|seen| now < seen + MEMORY_INTERVAL) {
+            return;
+        }
+        let Some(session) = self.session.as_mut().filter(|session| session.is_served) else { return };
+        let transport = session.host.transport();
+        if !transport.watches_memory() {
+            return;
+        }
+        self.memory_seen = Some(now);
+        let bytes = transport.unmap_returned();
+        if bytes == 0 {
+            return;
+        }
+        tracing::error!(
+            "{}: a front-end has given pages back to its host, in {bytes} bytes that are pinned for the controller: all \
+             I/O there fails from now on; start it anew without a balloon, reports of free pages and memory that can be \
+             unplugged, or serve the namespace by the kernel's driver, as file:/dev/nvmeXnY",
+            self.name()
+        );
+        (0..self.queues.len()).for_each(|number| self.announce(number, QueueUse::announce_memory));
     }
 
     /// Maps new memory. Queues with unreached memory are told again, since the controller may have room for it now.
@@ -665,6 +697,10 @@ impl<T: NvmeTransport> NvmeControl<T> {
             let due = session.deadline_ns.map(|due_ns| self.began + Duration::from_nanos(due_ns));
             deadline = [deadline, due].into_iter().flatten().min();
             fds.extend(self.parts.eventfds.first().map(|admin| PollFd::new(&**admin, PollFlags::IN)));
+            if session.is_served && session.host.transport().watches_memory() {
+                let due = self.memory_seen.map_or(now, |seen| seen + MEMORY_INTERVAL);
+                deadline = Some(deadline.map_or(due, |deadline: Instant| deadline.min(due)));
+            }
             let source = session.host.transport().event_source();
             fds.extend(source.map(|source| PollFd::from_borrowed_fd(source, PollFlags::IN | PollFlags::RDHUP)));
         }

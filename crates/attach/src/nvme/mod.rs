@@ -83,6 +83,17 @@ pub trait NvmeTransport: ControllerTransport + Debug + Send + Sized + 'static {
     /// [address](ControllerTransport::dma_addr); a lost device is noticed at the next access.
     fn sync_dma(&mut self);
 
+    /// Whether to call [`NvmeTransport::unmap_returned`] now and then. Not by default.
+    fn watches_memory(&self) -> bool {
+        false
+    }
+
+    /// Unmaps regions of which their owner has given pages back, where the device would use the former ones. They have
+    /// no address from then on. Returns their bytes.
+    fn unmap_returned(&mut self) -> u64 {
+        0
+    }
+
     /// A descriptor that is readable when [`NvmeTransport::look`] has work. Unset if there is none, and after `look`
     /// has returned false.
     fn event_source(&self) -> Option<BorrowedFd<'_>>;

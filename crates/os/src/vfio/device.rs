@@ -202,6 +202,18 @@ impl VfioDevice {
         self.memory().sync(domain)
     }
 
+    /// Whether memory of others is mapped. Look at it now and then: see
+    /// [`unmap_returned`](VfioDevice::unmap_returned).
+    pub fn watches_memory(&self) -> bool {
+        self.memory().is_watched()
+    }
+
+    /// Unmaps memory of others of which its owner has given pages back: the device would use the former ones. It has no
+    /// address from then on. Returns its bytes.
+    pub fn unmap_returned(&self) -> u64 {
+        self.memory().unmap_returned()
+    }
+
     /// Device address of a byte of a mapped region.
     pub fn dma_addr(&self, region: &Arc<Region>, offset: u64) -> Option<u64> {
         self.memory().address(region, offset)

@@ -1,12 +1,17 @@
 //! Memory of this process that a device reaches through its IOMMU: the regions of its domain.
 //!
 //! A mapped region is pinned, and counts as locked memory of this process. It stays alive until it is unmapped.
+//!
+//! Pages that the owner of a region gives back (a balloon, reports of free pages, memory that is unplugged) stay pinned
+//! for the device, and the owner finds others in their place (ADR 28). Regions of others are therefore watched: pinning
+//! them has allocated all their pages, so that fewer are a sign of it.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use blkyard_mem::{DmaDomain, PAGE_BYTES, Region};
+use rustix::fs::fstat;
 use rustix::process::{Resource, getrlimit};
 
 use crate::vfio::abi;
@@ -24,6 +29,8 @@ struct MappedRegion {
     place: Option<(u64, u64)>,
     /// Offset of its first byte in that page.
     lead: u64,
+    /// Blocks of its file since it was mapped; unset for memory of this process.
+    blocks: Option<u64>,
 }
 
 /// The container of a device, and the memory mapped there.
@@ -57,6 +64,8 @@ impl VfioMemory {
         if changes == self.seen {
             return Ok(());
         }
+        // Before more of their files is allocated.
+        self.unmap_returned();
         let wanted = domain.regions();
         let (stay, go): (Vec<_>, Vec<_>) = std::mem::take(&mut self.listed)
             .into_iter()
@@ -71,8 +80,31 @@ impl VfioMemory {
                 result = self.map(region).and(result);
             }
         }
+        // Several regions may be parts of one file, which grew.
+        self.listed.iter_mut().for_each(|listed| listed.blocks = blocks(&listed.region));
         self.seen = changes;
         result
+    }
+
+    /// Whether memory of others is mapped, which [`unmap_returned`](VfioMemory::unmap_returned) has to look at.
+    pub(super) fn is_watched(&self) -> bool {
+        self.listed.iter().any(|listed| listed.place.is_some() && listed.blocks.is_some())
+    }
+
+    /// Unmaps the regions of which pages were given back. They have no address from then on, and are not mapped again.
+    /// Returns their bytes.
+    pub(super) fn unmap_returned(&mut self) -> u64 {
+        let mut bytes = 0;
+        for number in 0..self.listed.len() {
+            let listed = &mut self.listed[number];
+            if listed.place.is_none() || blocks(&listed.region) >= listed.blocks {
+                continue;
+            }
+            bytes += listed.region.len() as u64;
+            let (place, region) = (listed.place.take(), Arc::clone(&listed.region));
+            self.unmap(MappedRegion { region, place, lead: 0, blocks: None });
+        }
+        bytes
     }
 
     /// Device address of a byte of a region; unset if the region is not mapped.
@@ -104,7 +136,7 @@ impl VfioMemory {
             Ok((iova, size))
         });
         let (place, result) = mapped.map_or_else(|error| (None, Err(error)), |place| (Some(place), Ok(())));
-        self.listed.push(MappedRegion { region, place, lead });
+        self.listed.push(MappedRegion { region, place, lead, blocks: None });
         result
     }
 
@@ -129,6 +161,12 @@ impl Drop for VfioMemory {
     }
 }
 
+/// Allocated blocks of the file of a region; unset if this process made it, and decides alone when its pages go.
+fn blocks(region: &Region) -> Option<u64> {
+    let (file, _) = region.file().filter(|_| !region.is_own())?;
+    fstat(file).ok().map(|found| found.st_blocks.cast_unsigned())
+}
+
 fn map_error(device: PciAddress, bytes: u64, error: io::Error) -> VfioError {
     match error.raw_os_error() {
         Some(libc::ENOMEM | libc::EPERM) => {
@@ -139,5 +177,25 @@ fn map_error(device: PciAddress, bytes: u64, error: io::Error) -> VfioError {
         // More mappings than `dma_entry_limit` of the module vfio_iommu_type1.
         Some(libc::ENOSPC) => VfioError::Addresses { device, bytes },
         _ => VfioError::System { device, call: "VFIO_IOMMU_MAP_DMA", source: error },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, ftruncate, memfd_create};
+
+    use super::*;
+
+    #[test]
+    fn pages_that_their_owner_gives_back_are_missed() {
+        let file = memfd_create("guest", MemfdFlags::CLOEXEC).unwrap();
+        ftruncate(&file, 1 << 20).unwrap();
+        let region = Region::map_file(file.as_fd(), 0, 1 << 20).unwrap();
+        fallocate(&file, FallocateFlags::empty(), 0, 1 << 20).unwrap();
+        let whole = blocks(&region);
+        assert!(whole.is_some());
+        fallocate(&file, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, 8 * 4096, 4096).unwrap();
+        assert!(blocks(&region) < whole);
+        assert_eq!(blocks(&Region::shared(4096).unwrap()), None, "no other process gives these back");
     }
 }

@@ -125,6 +125,14 @@ impl NvmeTransport for PciController {
         }
     }
 
+    fn watches_memory(&self) -> bool {
+        self.device.watches_memory()
+    }
+
+    fn unmap_returned(&mut self) -> u64 {
+        self.device.unmap_returned()
+    }
+
     fn event_source(&self) -> Option<BorrowedFd<'_>> {
         (!self.is_lost).then(|| self.device.removal())
     }
