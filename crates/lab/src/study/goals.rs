@@ -1,5 +1,7 @@
 //! Goals and their verdicts, and the post's claims with whether they are reproduced.
 
+use std::borrow::Cow;
+
 use serde::Serialize;
 
 /// What became of a goal.
@@ -64,7 +66,7 @@ pub(crate) struct PostClaim {
     pub(crate) found: String,
     pub(crate) reproduced: bool,
     /// Reason, or a remark.
-    pub(crate) reason: &'static str,
+    pub(crate) reason: Cow<'static, str>,
 }
 
 #[cfg(test)]

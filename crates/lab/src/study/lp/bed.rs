@@ -14,9 +14,6 @@ use crate::study::goals::PostClaim;
 use crate::study::parts::{Drawn, Part, column};
 
 const CLIENTS: u64 = 48;
-/// Why `latency` does less than its post says.
-const HERDING: &str = "all clients take one path for a window here, and queue on it; the post's fabric and its number of \
-                       paths are not known";
 
 /// A pattern of the post.
 #[derive(Debug)]
@@ -140,7 +137,7 @@ pub(super) fn pattern(pattern: &PostPattern, length: PathStudyLength, seed: u64)
             what: format!("{}, {what}: mean {mean:.3} and deviation {stdev:.3} of the base", pattern.name),
             found: format!("{found_mean:.3} and {found_stdev:.3}"),
             reproduced,
-            reason: if reproduced { "" } else { HERDING },
+            reason: if reproduced { "".into() } else { herding(run, base).into() },
         });
     }
     let (mean, stdev) = (ratios(1).0.min(ratios(2).0), ratios(1).1.min(ratios(2).1));
@@ -287,6 +284,12 @@ pub(super) fn capacity(length: PathStudyLength, seed: u64) -> Part {
         }
     }
     part
+}
+
+/// How far the clients of a run crowd one path, beside the base.
+fn herding(run: &PathRun, base: &PathRun) -> String {
+    let [found, usual] = [run, base].map(|run| 100.0 * run.beside_idle);
+    format!("{found:.0} % of the I/Os were sent while the other path had none, {usual:.0} % with round-robin")
 }
 
 #[cfg(test)]

@@ -71,6 +71,8 @@ pub(crate) struct PathRun {
     /// I/Os by path, hedges included.
     pub(crate) by_path: Vec<u64>,
     pub(crate) hedges: u64,
+    /// Part of the I/Os that were sent while another path had none.
+    pub(crate) beside_idle: f64,
 }
 
 /// A host's policy.
@@ -119,6 +121,10 @@ struct Rig<'a> {
     current: Vec<(u64, u64)>,
     rng: Rng,
     latencies_ns: Vec<u64>,
+    /// I/Os in flight, by path.
+    in_flight: Vec<u64>,
+    /// Number of I/Os that were sent while another path had none.
+    beside_idle: u64,
     result: PathRun,
 }
 
@@ -150,6 +156,8 @@ pub(crate) fn play(scene: &PathScene, chooser: Chooser, seed: u64) -> PathRun {
         current: vec![(0, 0); scene.clients as usize],
         rng: Rng::new(seed),
         latencies_ns: Vec::new(),
+        in_flight: vec![0; scene.paths.len()],
+        beside_idle: 0,
         result: PathRun { by_path: vec![0; scene.paths.len()], ..PathRun::default() },
     };
     rig.run();
@@ -207,6 +215,9 @@ impl Rig<'_> {
 
     fn send(&mut self, client: usize, serial: u64, io: PathIo, taken: Taken) {
         self.result.by_path[taken.path] += 1;
+        let mut others = self.in_flight.iter().enumerate().filter(|(path, _)| *path != taken.path);
+        self.beside_idle += u64::from(others.any(|(_, in_flight)| *in_flight == 0));
+        self.in_flight[taken.path] += 1;
         let ends_ns = self.paths[taken.path].submit(self.events.now_ns(), io.bytes);
         self.events.at(ends_ns, PathEvent::Complete { client, serial, io, taken });
     }
@@ -226,6 +237,7 @@ impl Rig<'_> {
     fn complete(&mut self, client: usize, serial: u64, io: PathIo, taken: Taken) {
         let (now_ns, host) = (self.events.now_ns(), client % self.hosts.len());
         self.paths[taken.path].complete();
+        self.in_flight[taken.path] -= 1;
         match (&mut self.hosts[host], taken.choice) {
             (HostPolicy::Policy(policy), Some(choice)) => policy.complete(choice, now_ns),
             (HostPolicy::Oracle(oracle), _) => oracle.complete(taken.path, io.bytes),
@@ -256,6 +268,7 @@ impl Rig<'_> {
             stdev_us: variance.sqrt(),
             p99_us: of(0.99),
             p999_us: of(0.999),
+            beside_idle: self.beside_idle as f64 / self.result.by_path.iter().sum::<u64>().max(1) as f64,
             ..self.result
         }
     }

@@ -86,7 +86,7 @@ mod tests {
             what: "a claim ".repeat(20),
             found: "a figure ".repeat(20),
             reproduced: false,
-            reason: "",
+            reason: "".into(),
         });
         let report = PartsReport {
             study: "s",

@@ -95,7 +95,7 @@ pub(super) fn disk(length: TimesliceLength, seed: u64) -> io::Result<Part> {
                     what: format!("8 jobs read at least {POST_GAIN} % more with time slices than without"),
                     found: format!("{gain:.0} % with {name}"),
                     reproduced: gain >= POST_GAIN,
-                    reason: "",
+                    reason: "".into(),
                 });
             }
             let post = is_posted.then_some(POST_GAIN);

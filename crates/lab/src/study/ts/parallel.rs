@@ -309,7 +309,7 @@ pub(super) fn readers(length: TimesliceLength, seed: u64) -> io::Result<Part> {
             what: "slices of 250 us as posted are no better than none".into(),
             found: format!("{:.2} of it, the post {:.2}", posted.seconds / none, POST_SLICES.0 / POST_NONE.0),
             reproduced: posted.seconds >= 0.97 * none,
-            reason: "",
+            reason: "".into(),
         });
     }
     Ok(part)
@@ -377,7 +377,7 @@ pub(super) fn copies(length: TimesliceLength, seed: u64) -> io::Result<Part> {
                 reached.seconds / rows[0].seconds
             ),
             reproduced: (found / post - 1.0).abs() <= 0.05,
-            reason: "",
+            reason: "".into(),
         });
     }
     Ok(part)

@@ -96,7 +96,8 @@ fn worst(ours: &Grid<Spread>, theirs: &Grid<Spread>) -> (Spread, String) {
 
 /// The post's claims. A ratio counts as reproduced if its whole spread reaches the post's.
 pub(super) fn claims(guest: &GuestAnalysis, grid: &[VqPoint], served: &[BackendTable], cpus: usize) -> Vec<PostClaim> {
-    let claim = |what: String, found: String, reproduced: bool| PostClaim { what, found, reproduced, reason: "" };
+    let claim =
+        |what: String, found: String, reproduced: bool| PostClaim { what, found, reproduced, reason: "".into() };
     let one = COUNTS.map(|jobs| guest.of_host(jobs, 1, 1).unwrap_or(f64::NAN));
     let mut claims = vec![claim(
         "a guest, one queue: a peak with two jobs and less with four".into(),
