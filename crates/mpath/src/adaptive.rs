@@ -318,7 +318,8 @@ impl PathEstimate {
         let load = window.load / samples;
         // A little more than the base is chance, or the queue that the load explains.
         self.slowdown = if slowdown > SLOW { slowdown } else { 1.0 };
-        // Base: down at once; up at once on a path with a light load, else slowly. Small differences are mostly chance.
+        // Base: down at once; up at once on a path with a light load, else slowly. Small differences are mostly chance;
+        // a mean below half the base is none, even that of a single probe.
         let is_new = self.windows < NEW_WINDOWS;
         self.windows = self.windows.saturating_add(1);
         let one = window.base / samples;
@@ -334,7 +335,7 @@ impl PathEstimate {
             let change = (mean - *base) / *base;
             let noise = change.abs().clamp(if self.is_draining || is_new { 0.5 } else { 0.05 }, 1.0);
             let step = if change < -0.5 {
-                trust.max(0.5)
+                1.0
             } else if is_light {
                 trust * noise
             } else if change < -0.1 {

@@ -98,6 +98,18 @@ fn after_a_step_the_shares_converge_within_three_time_constants() {
 }
 
 #[test]
+fn a_path_that_became_faster_is_known_by_one_probe() {
+    let mut world = World::new(adaptive(), &[model(200), model(1000)], 1);
+    world.run(1000 * MS);
+    world.paths[1].set_model(model(150));
+    let before = world.chosen.len();
+    world.run(3000 * MS);
+    let probe = world.chosen[before..].iter().position(|(_, path, _)| *path == 1).expect("a probe");
+    let (at_ns, ..) = world.chosen[before + probe];
+    assert!(world.share(1, at_ns, at_ns + 5 * MS) > 0.9, "{}", world.share(1, at_ns, at_ns + 5 * MS));
+}
+
+#[test]
 fn a_silent_path_is_passed_over_before_it_answers() {
     let mut world = World::new(adaptive(), &[model(100), model(120)], 32);
     world.run(100 * MS);
