@@ -6,6 +6,9 @@
 //! times a factor: 1 on an idle path, steep near the capacity, proportional to the load beyond it. So I/O goes to the
 //! fastest path until that one is about to queue. A loaded path is drained now and then, which shows its base.
 //!
+//! The capacity of a new path is learned by a *slow start*, as TCP does: each round of a full load doubles it, until a
+//! queue shows.
+//!
 //! A path that completes nothing for longer than its load explains (a burst, a stall, a dead peer) costs more before
 //! any latency is measured. An unused path keeps its base, and gets a probe now and then: one I/O. Probes that find a
 //! path faster than expected make its probes more frequent, others make them rarer. While another path is known, a path
@@ -39,6 +42,13 @@ const QUEUE_FREE: f32 = 1.07;
 const SLOW: f32 = 1.3;
 /// Samples after which a window closes early if it is slower than that twice over.
 const SLOW_SAMPLES: u32 = 6;
+/// Share of the capacity from which a load shows whether more fits.
+const FULL: f32 = 0.75;
+/// Growth of the capacity in a round of a slow start. Double, as in TCP: 512 channels take eight rounds.
+const START_GROWTH: f32 = 2.0;
+/// Excess of a mean of `n` samples over the base that is a queue during a slow start, times the root of `n`. Twice the
+/// relative deviation of widely spread latencies (0.6): a start that ended by chance would leave a small capacity.
+const START_NOISE: f32 = 1.2;
 /// Growth of the capacity in a window without a queue.
 const GROWTH: f32 = 1.02;
 /// How many times fuller a path counts while it is drained.
@@ -111,6 +121,8 @@ struct PathEstimate {
     /// Probes take one in so many of all I/O time.
     probe_share: f32,
     is_measured: bool,
+    /// Slow start: no queue was seen yet.
+    is_starting: bool,
     /// Windows closed, up to 255.
     windows: u8,
     /// It cannot be chosen; late completions are not learned from.
@@ -272,15 +284,23 @@ impl PathEstimate {
             || (window.samples >= SLOW_SAMPLES && window.latency > 2.0 * window.base)
             || age_ns >= WINDOW_LATE_NS
             || (self.is_draining && window.samples >= DRAIN_SAMPLES)
+            || (self.is_starting && self.ends_round(load + base, latency_ns, age_ns))
             || is_probe
         {
             self.close(now_ns);
         }
     }
 
+    /// Whether a window of the slow start has lasted for a round, the latency of one I/O, at a full load.
+    #[inline(never)]
+    fn ends_round(&self, load: f32, latency_ns: f32, age_ns: u64) -> bool {
+        self.window.samples >= WINDOW_SAMPLES_MIN && ns(age_ns) >= latency_ns && load > self.capacity * FULL
+    }
+
     #[inline(never)]
     fn begin_measured(&mut self, class: usize, latency_ns: f32, now_ns: u64) {
         self.is_measured = true;
+        self.is_starting = true;
         self.probe_share = PROBE_SHARE;
         self.base[class] = latency_ns;
         self.slowdown = 1.0;
@@ -318,12 +338,17 @@ impl PathEstimate {
         let load = window.load / samples;
         // A little more than the base is chance, or the queue that the load explains.
         self.slowdown = if slowdown > SLOW { slowdown } else { 1.0 };
+        // A slow start ends with the first queue. A full window is judged as always, a shorter one by its noise.
+        let queues = slowdown > QUEUE_FREE
+            && (window.samples >= WINDOW_SAMPLES || slowdown > 1.0 + START_NOISE / samples.sqrt());
+        let was_starting = self.is_starting;
+        self.is_starting &= !queues;
         // Base: down at once; up at once on a path with a light load, else slowly. Small differences are mostly chance;
         // a mean below half the base is none, even that of a single probe.
         let is_new = self.windows < NEW_WINDOWS;
         self.windows = self.windows.saturating_add(1);
         let one = window.base / samples;
-        let is_light = is_new || load <= self.capacity_peak * LIGHT || load <= 1.5 * one;
+        let is_light = is_new || self.is_starting || load <= self.capacity_peak * LIGHT || load <= 1.5 * one;
         let mut after = 0.0;
         for (base, (samples, sum)) in self.base.iter_mut().zip(window.by_class) {
             if samples == 0 {
@@ -352,11 +377,18 @@ impl PathEstimate {
         let scale = after / window.base.max(1.0);
         // Capacity: what Little's law says of this load, and more while there is no queue.
         let allowed = load * QUEUE_FREE / slowdown + one;
-        let capacity = if slowdown > QUEUE_FREE {
+        let is_full = load + one > self.capacity * FULL;
+        let capacity = if was_starting && queues {
+            allowed
+        } else if was_starting && is_full {
+            (load + one) * START_GROWTH
+        } else if was_starting {
+            self.capacity
+        } else if slowdown > QUEUE_FREE {
             self.capacity + (allowed - self.capacity) * 0.25
         } else if load < self.capacity_peak * LIGHT {
             self.capacity.max(load * 2.0).max(load + 2.0 * one)
-        } else if load + one > self.capacity * 0.75 {
+        } else if is_full {
             (self.capacity * GROWTH).max(load * 1.1).max(load + 2.0 * one)
         } else {
             self.capacity
@@ -369,7 +401,9 @@ impl PathEstimate {
         self.set_capacity(capacity.max(one) * scale);
         let forget = (age_ns / 1e9).min(1.0);
         let peak = self.capacity_peak * scale;
-        self.capacity_peak = (peak + (self.capacity - peak) * forget).max(self.capacity);
+        // The last doubling exceeded the capacity. As a peak it would make a queueing path count as lightly loaded.
+        let peak = if was_starting { self.capacity } else { peak + (self.capacity - peak) * forget };
+        self.capacity_peak = peak.max(self.capacity);
     }
 }
 

@@ -98,6 +98,17 @@ fn after_a_step_the_shares_converge_within_three_time_constants() {
 }
 
 #[test]
+fn a_wide_path_gets_a_large_load_within_milliseconds() {
+    let wide = PathModel { channels: 512, ..model(1000) };
+    let mut world = World::new(adaptive(), &[model(40), wide], 16);
+    world.run(20 * MS);
+    (16..512).for_each(|_| world.submit());
+    world.run(60 * MS);
+    let in_flight = world.paths[1].in_flight();
+    assert!(in_flight > 64, "{in_flight} of 512 I/Os on the wide path");
+}
+
+#[test]
 fn a_path_that_became_faster_is_known_by_one_probe() {
     let mut world = World::new(adaptive(), &[model(200), model(1000)], 1);
     world.run(1000 * MS);
