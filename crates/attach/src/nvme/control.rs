@@ -414,13 +414,8 @@ impl<T: NvmeTransport> NvmeControl<T> {
 
     /// Runs the controller: events of the transport, interrupts, deadlines.
     fn advance(&mut self) {
-        let now_ns = self.ns(self.now());
+        self.look_at_transport();
         let Some(session) = &mut self.session else { return };
-        let transport = session.host.transport();
-        let is_lost = transport.failure().is_some() || transport.event_source().is_some() && !transport.look();
-        if is_lost && session.host.error().is_none() {
-            session.host.check(now_ns);
-        }
         if self.parts.eventfds.first().is_some_and(|admin| admin.take()) && session.host.transport().vectors() == 1 {
             // The vector of all queues.
             self.queues.iter().filter_map(QueueUse::user).for_each(|user| user.wake());
@@ -434,6 +429,21 @@ impl<T: NvmeTransport> NvmeControl<T> {
             self.handle(&event, now);
         }
         self.leave_queues();
+    }
+
+    /// Handles events of the transport.
+    fn look_at_transport(&mut self) {
+        let now_ns = self.ns(self.now());
+        let Some(session) = &mut self.session else { return };
+        let transport = session.host.transport();
+        let is_lost = transport.failure().is_some() || transport.event_source().is_some() && !transport.look();
+        let was_reset = transport.take_reset() && !is_lost;
+        if (is_lost || was_reset) && session.host.error().is_none() {
+            session.host.check(now_ns);
+        }
+        if was_reset && let Some(held_back) = self.pass() {
+            tracing::warn!("{}: the device was reset from outside; it is set up again{held_back}", self.name());
+        }
     }
 
     /// Goes on without queues that do not answer. A thread that shares a queue and has no I/O need not run it.

@@ -101,6 +101,11 @@ pub trait NvmeTransport: ControllerTransport + Debug + Send + Sized + 'static {
     /// Handles events of the device. Returns false once the device is lost.
     fn look(&mut self) -> bool;
 
+    /// Whether another party was found to have reset the device, since the last call.
+    fn take_reset(&mut self) -> bool {
+        false
+    }
+
     /// Reason why the device is lost, with cure.
     fn failure(&self) -> Option<String>;
 

@@ -129,6 +129,11 @@ impl ServerConnection {
         })
     }
 
+    /// Ends the connection because of a refusal that makes it useless.
+    pub(crate) fn fail(&mut self, error: &VfioUserError) {
+        let _ = self.guarded(|_| Err::<(), _>(error.clone()));
+    }
+
     /// Ends the connection at the first error, with a shutdown visible to the server.
     fn guarded<T>(
         &mut self,

@@ -95,6 +95,8 @@ pub struct VfioUserController {
     /// To be signalled after a write of a shared doorbell, by queue; empty if the server polls them.
     doorbell_eventfds: Vec<Arc<EventFd>>,
     doorbell_bytes: usize,
+    /// Whether another party was found to have reset the device.
+    was_reset: bool,
 }
 
 impl VfioUserController {
@@ -156,6 +158,7 @@ impl VfioUserController {
             doorbell_bytes: doorbells.as_ref().map_or((end - DOORBELLS_AT) as usize, View::len),
             doorbells,
             doorbell_eventfds,
+            was_reset: false,
         };
         controller.prepare()?;
         Ok(controller)
@@ -167,7 +170,7 @@ impl VfioUserController {
     /// See [`VfioUserError`].
     pub fn read_register(&mut self, offset: u64) -> Result<u32, VfioUserError> {
         let mut word = [0; 4];
-        self.state_mut().read_region(region_index::BAR0, offset, &mut word)?;
+        self.access_registers(|state| state.read_region(region_index::BAR0, offset, &mut word))?;
         Ok(u32::from_le_bytes(word))
     }
 
@@ -176,7 +179,31 @@ impl VfioUserController {
     /// # Errors
     /// See [`VfioUserError`].
     pub fn write_register(&mut self, offset: u64, value: u32) -> Result<(), VfioUserError> {
-        self.state_mut().write_region(region_index::BAR0, offset, &value.to_le_bytes())
+        self.access_registers(|state| state.write_region(region_index::BAR0, offset, &value.to_le_bytes()))
+    }
+
+    /// Accesses BAR 0. A device that another party has reset decodes no memory and refuses: it is set up again, once.
+    /// If it refuses then, the connection ends, since a server that keeps it open could access our memory without end.
+    fn access_registers(
+        &mut self,
+        mut access: impl FnMut(&mut DeviceState) -> Result<(), VfioUserError>,
+    ) -> Result<(), VfioUserError> {
+        let refused = match access(self.state_mut()) {
+            Err(error @ VfioUserError::Refused { .. }) => error,
+            done => return done,
+        };
+        if pci::decodes_memory(self.state_mut())? {
+            return Err(refused);
+        }
+        tracing::debug!("{refused}: the device is set up again");
+        let again = self.prepare().and_then(|()| access(self.state_mut()));
+        self.was_reset |= again.is_ok();
+        again.inspect_err(|error| self.state_mut().connection.fail(error))
+    }
+
+    /// Whether a refused access has shown since the last call that another party has reset the device.
+    pub fn take_reset(&mut self) -> bool {
+        std::mem::take(&mut self.was_reset)
     }
 
     /// Resets the device and sets it up again. Returns false if the server does not support it.

@@ -112,6 +112,11 @@ pub(crate) fn enable(device: &mut DeviceState, bar0_bytes: u64) -> Result<(), Vf
     device.write_region(CONFIG, COMMAND, &command.to_le_bytes())
 }
 
+/// Whether memory decoding is enabled, which a reset of the device disables.
+pub(crate) fn decodes_memory(device: &mut DeviceState) -> Result<bool, VfioUserError> {
+    Ok(config16(device, COMMAND)? & COMMAND_MEMORY != 0)
+}
+
 fn config16(device: &mut DeviceState, at: u64) -> Result<u16, VfioUserError> {
     let mut word = [0; 2];
     device.read_region(CONFIG, at, &mut word)?;

@@ -399,6 +399,20 @@ mod tests {
     }
 
     #[test]
+    fn refusal_that_repeats_the_access_is_a_refusal() {
+        let now = Instant::now();
+        let mut session = ready(now);
+        let access = RegionAccess { offset: 0x1000, region: 0, count: 4 };
+        for _ in 0..2 {
+            let (id, _) = session.request(&VfioRequest::RegionWrite(access, &[0; 4]), now);
+            let kind = MessageKind::Error(22);
+            let header = MessageHeader { id, command: Command::RegionWrite as u16, payload_bytes: 16, kind };
+            let refused = SessionEvent::Answer { id, result: Err(22) };
+            assert_eq!(feed(&mut session, &[header.encode(), [0xa5; 16]].concat()), Ok(Some(refused)));
+        }
+    }
+
+    #[test]
     fn ids_in_flight_are_not_used_again() {
         let now = Instant::now();
         let mut session = ready(now);

@@ -81,6 +81,10 @@ impl NvmeTransport for VfioUserController {
         VfioUserController::look(self).is_ok()
     }
 
+    fn take_reset(&mut self) -> bool {
+        VfioUserController::take_reset(self)
+    }
+
     fn failure(&self) -> Option<String> {
         VfioUserController::failure(self).map(|error| error.to_string())
     }

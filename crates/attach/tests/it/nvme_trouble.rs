@@ -109,6 +109,27 @@ fn queue_that_no_thread_runs_does_not_hold_up_a_reset_without_end() {
 }
 
 #[test]
+fn device_reset_from_outside_is_set_up_again() {
+    for shares_doorbells in [true, false] {
+        let (_folder, path) = place();
+        let faults = Arc::new(ServerFaults::default());
+        let server = serve_with(&path, shares_doorbells, Arc::clone(&faults));
+        let attached = attach(&path, PATIENCE);
+        let mut user = user(&attached);
+        for round in 0..3 {
+            faults.resets.store(true, Relaxed);
+            until("it is reset", || !faults.resets.load(Relaxed));
+            submit_writes(&mut user, 30 * round);
+            verify(&mut user, 30 * round);
+        }
+        let view = attached.view();
+        assert_eq!((view.sessions, view.aborts), (1, 0), "{view:?}");
+        drop((user, attached));
+        server.join().unwrap();
+    }
+}
+
+#[test]
 fn invalid_completions_complete_no_request() {
     let (_folder, path) = place();
     let faults = Arc::new(ServerFaults::default());

@@ -148,6 +148,65 @@ fn an_honest_server_without_interrupts_is_polled() {
     assert_eq!(controller.doorbell_bytes(), 0x1000);
 }
 
+/// Refuses so many accesses to BAR 0 after the first, and counts set-ups of the device.
+fn refuses(mut left: usize, set_ups: &Arc<AtomicU64>) -> Lie {
+    let (set_ups, mut is_first) = (Arc::clone(set_ups), true);
+    Box::new(move |request, id, stream| match request {
+        // The command register, written at the end of a set-up.
+        VfioRequest::RegionWrite(access, _) if (access.region, access.offset) == (region_index::CONFIG, 4) => {
+            set_ups.fetch_add(1, Ordering::Relaxed);
+            None
+        }
+        VfioRequest::RegionRead(access) | VfioRequest::RegionWrite(access, _)
+            if access.region == region_index::BAR0 =>
+        {
+            if std::mem::take(&mut is_first) || left == 0 {
+                return None;
+            }
+            left -= 1;
+            stream.write_all(&MessageHeader::encode_error(id, request.command() as u16, 22)).unwrap();
+            Some(Then::GoOn)
+        }
+        _ => None,
+    })
+}
+
+#[test]
+fn device_that_refuses_registers_is_set_up_again() {
+    let set_ups = Arc::default();
+    let mut controller = open(refuses(1, &set_ups)).unwrap();
+    assert_eq!(controller.read_register(0x1c), Ok(0));
+    assert!(!controller.take_reset());
+    assert_eq!(set_ups.load(Ordering::Relaxed), 1);
+    assert_eq!(controller.write_register(0x1000, 1), Ok(()));
+    assert_eq!(set_ups.load(Ordering::Relaxed), 2);
+    assert!(controller.take_reset() && !controller.take_reset());
+    assert_eq!(controller.failure(), None);
+}
+
+#[test]
+fn device_that_still_refuses_registers_is_left() {
+    let set_ups = Arc::default();
+    let mut controller = open(refuses(2, &set_ups)).unwrap();
+    assert_eq!(controller.read_register(0x1c), Ok(0));
+    let refused = VfioUserError::Refused { request: Command::RegionRead, errno: 22 };
+    assert_eq!(controller.read_register(0x1c), Err(refused.clone()));
+    assert_eq!(set_ups.load(Ordering::Relaxed), 2);
+    assert!(!controller.take_reset());
+    // Otherwise the server would never be known to leave our memory alone.
+    assert_eq!(controller.failure(), Some(refused));
+    until_closed(&controller);
+}
+
+/// Waits until the server has closed its end.
+fn until_closed(controller: &VfioUserController) {
+    let start = Instant::now();
+    while !controller.is_closed_by_server() {
+        assert!(start.elapsed() < LIMIT, "the server keeps the connection");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
 #[test]
 fn a_server_that_hangs_is_left_after_the_limit() {
     for command in [Command::Version, Command::DeviceGetInfo, Command::RegionWrite] {

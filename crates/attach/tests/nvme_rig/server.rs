@@ -14,6 +14,7 @@ use std::time::Duration;
 
 use blkyard_mem::{Region, RegionTable, View};
 use blkyard_mq::{Bio, DeviceInfo, Op, Status};
+use blkyard_nvme::registers::CC;
 use blkyard_nvme::{
     Controller, ControllerIoQueue, ControllerOptions, ControllerQueueCommand, ControllerQueueReply, ControllerRequest,
     DmaMap, DmaRange, NamespaceTable, NextBio, ServedNamespace,
@@ -22,6 +23,9 @@ use blkyard_os::now_ns;
 use vfio_user::{DmaMapFlags, DmaUnmapFlags, IrqInfo, Server, ServerBackend, ServerRegion, SparseArea};
 
 const DOORBELLS_AT: u64 = 0x1000;
+/// Command register in configuration space, and its bit for the decoding of memory.
+const COMMAND_AT: usize = 4;
+const COMMAND_MEMORY: u8 = 1 << 1;
 const MSIX_TABLE_AT: u64 = 0x2000;
 const BAR0_BYTES: u64 = 0x3000;
 const DISK_BYTES: usize = 8 << 20;
@@ -36,6 +40,8 @@ pub struct ServerFaults {
     pub hangs: AtomicBool,
     /// Invalid entries fill all completion rings once.
     pub writes_nonsense: AtomicBool,
+    /// The device is reset once: the controller is disabled, and decodes no memory.
+    pub resets: AtomicBool,
 }
 
 /// The controller with its queues and disk.
@@ -96,6 +102,12 @@ impl Machine {
         }
     }
 
+    /// Refuses accesses to BAR 0 until memory is decoded.
+    fn check_decodes(&self) -> io::Result<()> {
+        let decodes = self.config[COMMAND_AT] & COMMAND_MEMORY != 0;
+        if decodes { Ok(()) } else { Err(io::ErrorKind::InvalidInput.into()) }
+    }
+
     fn signal(&self, vector: u16) {
         // Unset before the client has set it.
         if let Some(mut eventfd) = self.eventfds.get(usize::from(vector)) {
@@ -110,6 +122,10 @@ impl Machine {
         }
         if self.faults.writes_nonsense.swap(false, Ordering::Relaxed) {
             self.write_nonsense();
+        }
+        if self.faults.resets.swap(false, Ordering::Relaxed) {
+            self.config[COMMAND_AT] = 0;
+            self.controller.write_register(CC as u64, 4, 0).unwrap();
         }
         let mut is_busy = self.controller.poll(now_ns());
         if is_busy {
@@ -250,6 +266,7 @@ impl ServerBackend for Backend {
             data.copy_from_slice(&machine.config[offset as usize..offset as usize + data.len()]);
             return Ok(());
         }
+        machine.check_decodes()?;
         let value = machine.controller.read_register(offset, data.len());
         let value = value.map_err(|_| io::ErrorKind::InvalidInput)?;
         data.copy_from_slice(&value.to_le_bytes()[..data.len()]);
@@ -261,7 +278,10 @@ impl ServerBackend for Backend {
         let mut machine = self.0.lock().unwrap();
         if region == 7 {
             machine.config[offset as usize..offset as usize + data.len()].copy_from_slice(data);
-        } else if offset < MSIX_TABLE_AT {
+            return Ok(());
+        }
+        machine.check_decodes()?;
+        if offset < MSIX_TABLE_AT {
             let mut value = [0; 8];
             value[..data.len()].copy_from_slice(data);
             match (offset, data.len()) {

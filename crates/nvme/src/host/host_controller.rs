@@ -306,8 +306,8 @@ impl<T: ControllerTransport> HostController<T> {
         }
     }
 
-    /// Checks that the controller is present and has not failed. For events of the transport, and before a late command
-    /// is judged.
+    /// Checks that the controller is present, has not failed and is enabled. For events of the transport, and before a
+    /// late command is judged.
     pub fn check(&mut self, now_ns: u64) {
         if matches!(self.state, ControllerState::New | ControllerState::Dead | ControllerState::DeletingNoIo) {
             return;
@@ -316,6 +316,10 @@ impl<T: ControllerTransport> HostController<T> {
             Err(gone) => self.end(gone.into(), now_ns),
             Ok(status) if status.fatal && self.is_ending => self.is_mute = true,
             Ok(status) if status.fatal || status.subsystem_reset && self.capabilities.subsystem_reset => {
+                self.reset(now_ns);
+            }
+            // Another party has reset it.
+            Ok(status) if !status.ready && self.state == ControllerState::Live => {
                 self.reset(now_ns);
             }
             Ok(_) => {}

@@ -81,7 +81,8 @@ pub enum MessageKind {
     },
     /// The reply to a successful command.
     Reply,
-    /// The reply to a command that failed, with an errno or 0. It has no payload.
+    /// The reply to a command that failed, with an errno or 0. The specification allows no payload. libvfio-user
+    /// repeats the fields of a region access there; they mean nothing.
     Error(u32),
 }
 
@@ -113,8 +114,7 @@ impl MessageHeader {
             (TYPE_COMMAND, 0) => MessageKind::Command { no_reply: false },
             (TYPE_COMMAND, NO_REPLY) => MessageKind::Command { no_reply: true },
             (TYPE_REPLY, 0) => MessageKind::Reply,
-            (TYPE_REPLY, ERROR) if payload_bytes == 0 => MessageKind::Error(u32::from_ne_bytes([e0, e1, e2, e3])),
-            (TYPE_REPLY, ERROR) => return Err(FrameError::Size { size, max: HEADER_BYTES as u32 }),
+            (TYPE_REPLY, ERROR) => MessageKind::Error(u32::from_ne_bytes([e0, e1, e2, e3])),
             _ => return Err(FrameError::Flags(flags)),
         };
         Ok(MessageHeader {

@@ -42,6 +42,8 @@ fn headers_are_read_and_written_as_specified() {
         (header(0, 5, 48, 1, 0), 0, 5, 32, MessageKind::Reply),
         (header(3, 99, 16, 0x21, 22), 3, 99, 0, MessageKind::Error(22)),
         (header(3, 2, 16, 0x21, 0), 3, 2, 0, MessageKind::Error(0)),
+        // As libvfio-user refuses to access a region.
+        (header(3, 10, 32, 0x21, 22), 3, 10, 16, MessageKind::Error(22)),
     ] {
         let parsed = MessageHeader::parse(bytes, 4096).unwrap();
         assert_eq!(parsed, MessageHeader { id, command, payload_bytes, kind });
@@ -56,7 +58,6 @@ fn headers_that_end_the_stream_are_refused() {
         (header(0, 1, 15, 0, 0), FrameError::Size { size: 15, max: 4096 }),
         (header(0, 1, 4097, 0, 0), FrameError::Size { size: 4097, max: 4096 }),
         (header(0, 1, u32::MAX, 0, 0), FrameError::Size { size: u32::MAX, max: 4096 }),
-        (header(0, 1, 20, 0x21, 5), FrameError::Size { size: 20, max: 16 }),
         (header(0, 1, 16, 2, 0), FrameError::Flags(2)),
         (header(0, 1, 16, 0x11, 0), FrameError::Flags(0x11)),
         (header(0, 1, 16, 0x20, 0), FrameError::Flags(0x20)),

@@ -7,6 +7,7 @@ use blkyard_nvme::{
 };
 
 use crate::host::fake::{FakeController, FakeTransport, namespace};
+use crate::host::peer::Peer as _;
 use crate::host::rig::{MS, Rig, S, config};
 
 /// A live controller whose I/O completes when the test says so.
@@ -128,6 +129,24 @@ fn a_subsystem_reset_resets_the_controller_once() {
         }
         assert_eq!(rig.fake.borrow().enables, 1 + resets, "supported: {is_supported}");
     }
+}
+
+#[test]
+fn controller_that_another_has_disabled_is_reset() {
+    let mut rig = slow(1, |fake| fake.can_reset_function = true);
+    rig.submit(1, 0, Op::Write, 0).unwrap();
+    rig.round();
+    rig.fake.borrow_mut().reset_function();
+    for _ in 0..3 {
+        rig.host.check(rig.now_ns);
+        // No command that would not be answered delays the reset.
+        rig.run(|rig| rig.host.state() == ControllerState::Live, S);
+    }
+    assert_eq!(rig.fake.borrow().enables, 2);
+    rig.run(|rig| rig.fake.borrow().pending.len() == 1, S);
+    prompt(&rig);
+    rig.finish();
+    assert!(statuses(&rig).iter().all(|status| status.is_ok()));
 }
 
 #[test]
