@@ -295,7 +295,10 @@ impl<T: NvmeTransport> NvmeControl<T> {
         let queue = &mut self.queues[number];
         let told = tell(queue, &|region, offset| transport.dma_addr(region, offset));
         let Unreached { regions, all, tables } = told;
-        let unreached = if regions < all { regions.saturating_sub(queue.private_regions()) } else { regions };
+        let mut unreached = if regions < all { regions.saturating_sub(queue.private_regions()) } else { regions };
+        if unreached > 0 {
+            unreached = unreached.saturating_sub(queue.dropped_regions(&self.parts.domain.regions()));
+        }
         if unreached > 0
             && let Some(held_back) = self.pass()
         {

@@ -193,10 +193,19 @@ impl QueueUse {
         regions.filter(|(_, region)| region.file().is_none()).count()
     }
 
+    /// Number of regions that the domain lists no more: their owner has dropped them, and announces other memory.
+    pub(crate) fn dropped_regions(&self, listed: &[Arc<Region>]) -> usize {
+        self.memory.as_ref().map_or(0, |(_, memory)| dropped(memory, listed))
+    }
+
     /// Whether the controller did not reach a part of the memory.
     pub(crate) fn is_partly_unreached(&self) -> bool {
         self.user.is_some() && self.is_partly_unreached
     }
+}
+
+fn dropped(memory: &QueueMemory, listed: &[Arc<Region>]) -> usize {
+    memory.iter().filter(|(_, region)| !listed.iter().any(|listed| Arc::ptr_eq(listed, region))).count()
 }
 
 /// Controller address of a region that the controller reaches in full.
@@ -209,4 +218,23 @@ fn whole_address(region: &Arc<Region>, address: &AddressOf<'_>) -> Option<u64> {
 fn reached((buffer, mapping): &BufferOfQueue, address: &AddressOf<'_>) -> Option<ReachedBuffer> {
     let addresses = mapping.addresses(address)?;
     Some(ReachedBuffer { buffer: Arc::clone(buffer), mapping: Arc::clone(mapping), addresses })
+}
+
+#[cfg(test)]
+mod tests {
+    use blkyard_mem::DmaDomain;
+
+    use super::*;
+
+    #[test]
+    fn memory_dropped_before_its_announcement_is_not_missed() {
+        let domain = DmaDomain::new(|| {});
+        let memory: QueueMemory = (0..2).map(|number| (number, Region::shared(4096).unwrap())).collect();
+        let mut mapping = domain.map(memory.iter().map(|(_, region)| Arc::clone(region)).collect());
+        assert_eq!(dropped(&memory, &domain.regions()), 0);
+        mapping.replace(vec![Arc::clone(&memory[1].1)]);
+        assert_eq!(dropped(&memory, &domain.regions()), 1);
+        drop(mapping);
+        assert_eq!(dropped(&memory, &domain.regions()), 2);
+    }
 }
