@@ -166,6 +166,11 @@ impl ReadyServer {
         Self::start_and_wait(command, sockets, log, true)
     }
 
+    /// Starts another server with this command, and waits until it listens.
+    pub fn start_foreign(command: &Command, sockets: &[PathBuf], log: &File) -> Result<Self> {
+        Self::start_and_wait(command, sockets, log, false)
+    }
+
     fn start_and_wait(command: &Command, sockets: &[PathBuf], log: &File, says_ready: bool) -> Result<Self> {
         let mut running = Running::start_logged("the server", command, log)?;
         let ready = |running: &Running| {

@@ -19,6 +19,8 @@ const DOWNLOAD_LIMIT: Duration = Duration::from_mins(15);
 pub struct Suite {
     name: &'static str,
     options: Vec<String>,
+    /// List of apt's sources.
+    sources: PathBuf,
 }
 
 impl Suite {
@@ -32,20 +34,20 @@ impl Suite {
         let file = |leaf: &str, text: &str| {
             let path = folder.join(leaf);
             fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))?;
-            Ok::<_, anyhow::Error>(path.display().to_string())
+            Ok::<_, anyhow::Error>(path)
         };
-        let sources = file("suite.sources", &sources(&archive_address()?, name))?;
+        let sources = file("suite.sources", &sources(&archive_address()?, name, "deb"))?;
         // No package counts as installed.
         let status = file("status", "")?;
         let here = folder.display();
         let options = [
-            format!("Dir::Etc::sourcelist={sources}"),
+            format!("Dir::Etc::sourcelist={}", sources.display()),
             "Dir::Etc::sourceparts=/dev/null".into(),
             "Dir::Etc::preferences=/dev/null".into(),
             "Dir::Etc::preferencesparts=/dev/null".into(),
             format!("Dir::State={here}"),
             format!("Dir::State::lists={here}/lists"),
-            format!("Dir::State::status={status}"),
+            format!("Dir::State::status={}", status.display()),
             format!("Dir::Cache={here}/cache"),
             "APT::Architecture=amd64".into(),
             "APT::Architectures=amd64".into(),
@@ -61,7 +63,7 @@ impl Suite {
         ]
         .map(|option| format!("-o{option}"))
         .to_vec();
-        let suite = Self { name, options };
+        let suite = Self { name, options, sources };
         succeed(&format!("apt-get update for {name}"), &suite.apt_get(&["update"]), DOWNLOAD_LIMIT)
             .with_context(|| format!("cannot read the package lists of Debian {name}: is the archive reachable?"))?;
         Ok(suite)
@@ -85,6 +87,20 @@ impl Suite {
         debs(folder)
     }
 
+    /// Downloads the archive of a source package into `folder`, without Debian's changes to it.
+    pub fn fetch_source(&self, package: &str, folder: &Path) -> Result<PathBuf> {
+        // Lists of source packages are read here only: nothing else needs them, and not every mirror has them.
+        fs::write(&self.sources, sources(&archive_address()?, self.name, "deb deb-src"))
+            .with_context(|| format!("cannot write {}", self.sources.display()))?;
+        succeed("apt-get update", &self.apt_get(&["update"]), DOWNLOAD_LIMIT)
+            .with_context(|| format!("cannot read the lists of source packages of Debian {}", self.name))?;
+        let mut command = self.apt_get(&["source", "--only-source", "--download-only", "--tar-only", package]);
+        command.current_dir(folder);
+        self.download(&command, &[package])?;
+        files(folder, |path| path.display().to_string().contains(".orig.tar."))
+            .and_then(|found| found.into_iter().next().with_context(|| format!("{package} has no source archive")))
+    }
+
     /// The names of all packages that installing `package` would install.
     pub fn selection(&self, package: &str) -> Result<Vec<String>> {
         let said = succeed("apt-get", &self.apt_get(&["-s", "install", package]), DOWNLOAD_LIMIT)
@@ -106,14 +122,14 @@ impl Suite {
     }
 }
 
-/// The source entry of a suite; backports depend on their base release.
-fn sources(address: &str, suite: &str) -> String {
+/// The source entry of a suite for these types of packages; backports depend on their base release.
+fn sources(address: &str, suite: &str, types: &str) -> String {
     const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
     let suites = match suite.strip_suffix("-backports") {
         Some(base) => format!("{base} {suite}"),
         None => suite.to_owned(),
     };
-    let mut text = format!("Types: deb\nURIs: {address}\nSuites: {suites}\nComponents: main\n");
+    let mut text = format!("Types: {types}\nURIs: {address}\nSuites: {suites}\nComponents: main\n");
     if Path::new(KEYRING).exists() {
         text.push_str("Signed-By: ");
         text.push_str(KEYRING);
@@ -155,15 +171,21 @@ fn choose_address(targets: &str, codename: Option<&str>) -> Result<String> {
 
 /// The packages in a folder, in a stable order.
 fn debs(folder: &Path) -> Result<Vec<PathBuf>> {
+    let found = files(folder, |path| path.extension().is_some_and(|extension| extension == "deb"))?;
+    if found.is_empty() {
+        bail!("apt-get reported success but left no package in {}", folder.display());
+    }
+    Ok(found)
+}
+
+/// The wanted files of a folder, in a stable order.
+fn files(folder: &Path, is_wanted: impl Fn(&Path) -> bool) -> Result<Vec<PathBuf>> {
     let mut found = Vec::new();
     for entry in fs::read_dir(folder).with_context(|| format!("cannot read {}", folder.display()))? {
         let path = entry?.path();
-        if path.extension().is_some_and(|extension| extension == "deb") {
+        if is_wanted(&path) {
             found.push(path);
         }
-    }
-    if found.is_empty() {
-        bail!("apt-get reported success but left no package in {}", folder.display());
     }
     found.sort();
     Ok(found)
@@ -189,7 +211,8 @@ mod tests {
 
     #[test]
     fn backports_lean_on_their_release() {
-        assert!(sources("http://a/", "trixie-backports").contains("Suites: trixie trixie-backports\n"));
-        assert!(sources("http://a/", "trixie").contains("Suites: trixie\n"));
+        assert!(sources("http://a/", "trixie-backports", "deb").contains("Suites: trixie trixie-backports\n"));
+        let with_sources = sources("http://a/", "trixie", "deb deb-src");
+        assert!(with_sources.starts_with("Types: deb deb-src\n") && with_sources.contains("Suites: trixie\n"));
     }
 }

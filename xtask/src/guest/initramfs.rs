@@ -13,7 +13,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 
 use super::kernel::{self, Modules};
-use super::parts::{LIBRARIES, LIBRARIES_OF_CEPH};
+use super::parts::{LIBRARIES, LIBRARIES_OF_CEPH, LOADER};
 use crate::process::{run, succeed};
 
 /// The first process; see the file.
@@ -59,8 +59,6 @@ const MODULES: &[&str] = &[
 
 /// Modules of that list that newer kernels lack: their algorithms are built in.
 const ALGORITHMS: &[&str] = &["crc32c_generic", "crc32c_intel", "ghash_generic"];
-
-const LOADER: &str = "usr/lib64/ld-linux-x86-64.so.2";
 
 /// Loaded by name at run time, so no program lists it: needed for thread cancellation in the C library.
 const HIDDEN_LIBRARIES: &[&str] = &["libgcc_s.so.1"];

@@ -1,10 +1,12 @@
-//! The test guest: a kernel, an initramfs and the programs that drive them, all from Debian packages.
+//! The test guest: a kernel, an initramfs and the programs that drive them, all from Debian packages, and one program
+//! that Debian has as source only.
 //!
 //! Nothing is installed and no root rights are needed. Each part is built in a temporary folder, moved to its place as
 //! a whole, and stamped afterwards, so an interrupted build is never used. A stamp holds the part's recipe; a part
 //! whose recipe changed is rebuilt. Booting is in `vm`.
 
 mod apt;
+mod controller;
 mod initramfs;
 mod kernel;
 mod parts;
@@ -123,8 +125,17 @@ impl Guest {
 
     /// A program built by that, as a command without arguments: libblkio needs the C library of its release.
     pub fn command_with_libblkio(&self, program: &Path) -> Command {
-        let mut command = Command::new(self.folder.join("qemu/usr/lib64/ld-linux-x86-64.so.2"));
+        let mut command = Command::new(self.folder.join("qemu").join(parts::LOADER));
         command.arg("--library-path").arg(self.libraries_of_qemu()).arg(program);
+        command
+    }
+
+    /// QEMU with its server for vfio-user and an NVMe controller, as a command without arguments.
+    pub fn command_of_controller(&self) -> Command {
+        let userland = self.folder.join("userland");
+        let mut command = Command::new(userland.join(parts::LOADER));
+        command.arg("--library-path").arg(userland.join(parts::LIBRARIES));
+        command.arg(self.folder.join("controller").join(controller::PROGRAM));
         command
     }
 
@@ -149,7 +160,7 @@ fn folder() -> Result<PathBuf> {
         (Some(folder), _, _) => folder,
         (None, Some(cache), _) => cache.join("blkyard/guest"),
         (None, None, Some(home)) => home.join(".cache/blkyard/guest"),
-        (None, None, None) => bail!("nowhere to keep the test guest: set BLKYARD_GUEST to a folder with 1 GB of room"),
+        (None, None, None) => bail!("nowhere to keep the test guest: set BLKYARD_GUEST to a folder with 2 GB of room"),
     };
     std::path::absolute(&chosen).with_context(|| format!("cannot tell where {} is", chosen.display()))
 }
@@ -186,6 +197,8 @@ impl<'a> Builder<'a> {
         let recipe = parts::libblkio_recipe(&self.folder_contents("qemu")?);
         made |= self.part("libblkio", &recipe, |new| parts::libblkio(self.qemu()?, new))?;
         made |= self.part("bin", &parts::programs_recipe(), |new| parts::programs(self.folder, new))?;
+        let recipe = controller::recipe(&self.folder_contents("userland")?);
+        made |= self.part("controller", &recipe, |new| controller::build(self.userland()?, self.folder, new))?;
         for which in [Kernel::Usual, Kernel::New] {
             let [kernel, initramfs] = which.parts();
             let (suite, open) = match which {

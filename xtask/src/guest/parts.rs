@@ -54,6 +54,8 @@ const PROGRAMS: &[(&str, &str, &str)] = &[
 
 /// File in a part with the list of its packages.
 pub const CONTENTS: &str = "packages";
+/// Dynamic loader of a tree.
+pub const LOADER: &str = "usr/lib64/ld-linux-x86-64.so.2";
 /// Library folder of Debian.
 pub const LIBRARIES: &str = "usr/lib/x86_64-linux-gnu";
 
@@ -148,7 +150,7 @@ fn wrapper(part: &str, path: &str, arguments: &str) -> String {
 guest=$(dirname "$(dirname "$(readlink -f "$0")")")
 root=$guest/{part}
 export QEMU_MODULE_DIR="$root/{LIBRARIES}/qemu"
-exec "$root/usr/lib64/ld-linux-x86-64.so.2" --argv0 {name} \
+exec "$root/{LOADER}" --argv0 {name} \
     --library-path "$root/{LIBRARIES}:$root/{LIBRARIES_OF_CEPH}" "$root/{path}" {arguments} "$@"
 "#
     )

@@ -17,6 +17,7 @@ mod nvme;
 mod nvme_auth;
 mod nvme_cli;
 mod nvme_ng;
+mod nvme_qemu;
 mod nvme_tcp;
 mod nvme_tls;
 mod pci;
@@ -84,6 +85,7 @@ pub fn all() -> impl Iterator<Item = &'static Scenario> {
         .chain(nvme::SCENARIOS)
         .chain(nvme_cli::SCENARIOS)
         .chain(nvme_ng::SCENARIOS)
+        .chain(nvme_qemu::SCENARIOS)
         .chain(nvme_tcp::SCENARIOS)
         .chain(nvme_auth::SCENARIOS)
         .chain(nvme_tls::SCENARIOS)

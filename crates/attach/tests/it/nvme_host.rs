@@ -1,6 +1,6 @@
 //! The NVMe host drives a controller over vfio-user: set-up, verified I/O, reset with I/O in flight, shutdown. Each
 //! wait ends by an interrupt or a deadline of the host.
-//! `examples/drive_nvme.rs` does the same with a controller of another program.
+//! The scenario `nvme-qemu-controller` has the controller of another program.
 
 #[test]
 fn our_controller_is_driven_over_a_foreign_transport() {
