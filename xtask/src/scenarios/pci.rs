@@ -19,13 +19,6 @@ pub const SCENARIOS: &[Scenario] = &[
         tell: pci,
     },
     Scenario {
-        name: "nvme-pci-pinned",
-        sentence: "a front-end whose memory is pinned and that gives pages back has its I/O failed, and works again when it starts anew",
-        place: RunsIn::Guest,
-        ours: true,
-        tell: pinned,
-    },
-    Scenario {
         name: "nvme-pci-unplug",
         sentence: "a controller of pci: that is unplugged under load is released at once, and its I/O fails after gone_s",
         place: RunsIn::Guest,
@@ -121,41 +114,6 @@ fn pci(ground: &ScenarioContext) -> Result<()> {
     let vm = Vm::new(ground.guest, 2).nvme(image.path.clone()).folder(program_folder(ground)?);
     let output = vm.succeed(&task)?;
     ensure!(output == "asked\nwritten\nverified\nreset\nserved\n", "the guest says:\n{output}");
-    Ok(())
-}
-
-fn pinned(ground: &ScenarioContext) -> Result<()> {
-    let image = ground.image("nvme.img", 64 * MIB)?;
-    let folder = program_folder(ground)?;
-    ground.guest.copy_program("usr/bin/fallocate", &[], &folder)?;
-    let task = format!(
-        "{SHELL}{PRELUDE}
-        /host/blkyard serve --device \"pci:$device?unbind=on&pin=on\" --export vhost-user-blk:/tmp/disk.sock --control none >/tmp/serve 2>&1 &
-        serve=$!
-        until grep -q ready /tmp/serve; do sleep 0.1; done
-        /host/blkyard bench vhost-user:/tmp/disk.sock --rw randread --bs 4k --iodepth 4 --runtime 1000 >/tmp/bench 2>&1 &
-        bench=$!
-        sleep 3
-        ! grep -q 'fails from now on' /tmp/serve || {{ cat /tmp/serve; exit 1; }}
-        kill -0 $bench || {{ cat /tmp/bench; exit 1; }}
-        echo works
-        # As the VMM of a guest with a balloon does.
-        for file in /proc/$bench/fd/*; do
-            case $(readlink $file) in
-                # The load may have ended with the first of them.
-                *memfd:*) /host/fallocate --punch-hole --offset 0 --length 4096 $file 2>/dev/null || [ ! -e $file ] || exit 1 ;;
-            esac
-        done
-        until grep -q 'fails from now on' /tmp/serve; do sleep 0.1; done
-        if wait $bench; then echo 'the load did not fail'; exit 1; fi
-        echo refused
-        blkyard bench vhost-user:/tmp/disk.sock --rw randwrite $load
-        kill $serve
-        wait $serve || {{ cat /tmp/serve; exit 1; }}
-        echo served"
-    );
-    let output = Vm::new(ground.guest, 2).nvme(image.path.clone()).folder(folder).succeed(&task)?;
-    ensure!(output == "works\nrefused\nserved\n", "the guest says:\n{output}");
     Ok(())
 }
 
