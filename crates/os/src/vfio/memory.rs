@@ -31,6 +31,9 @@ struct MappedRegion {
     lead: u64,
     /// Blocks of its file since it was mapped; unset for memory of this process.
     blocks: Option<u64>,
+    /// Whether it was unmapped as pages of it were given back. Its place stays taken while it is listed: commands that
+    /// name it may be in flight, and must not reach memory that is mapped there next.
+    is_returned: bool,
 }
 
 /// The container of a device, and the memory mapped there.
@@ -42,6 +45,8 @@ pub(super) struct VfioMemory {
     listed: Vec<MappedRegion>,
     /// Changes of the domain's list handled so far.
     seen: u64,
+    /// Bytes that were unmapped as pages of them were given back, and of which nobody was told yet.
+    returned_bytes: u64,
 }
 
 impl VfioMemory {
@@ -51,7 +56,8 @@ impl VfioMemory {
         if ranges.is_empty() {
             return Err(VfioError::Part { device, what: "list of usable I/O addresses (Linux 5.4)" });
         }
-        Ok(VfioMemory { device, container, space: IovaSpace::new(ranges), listed: Vec::new(), seen: 0 })
+        let (space, listed) = (IovaSpace::new(ranges), Vec::new());
+        Ok(VfioMemory { device, container, space, listed, seen: 0, returned_bytes: 0 })
     }
 
     /// Maps new regions of the domain and unmaps removed ones.
@@ -65,14 +71,14 @@ impl VfioMemory {
             return Ok(());
         }
         // Before more of their files is allocated.
-        self.unmap_returned();
+        self.look_for_returned();
         let wanted = domain.regions();
         let (stay, go): (Vec<_>, Vec<_>) = std::mem::take(&mut self.listed)
             .into_iter()
             .partition(|listed| wanted.iter().any(|region| Arc::ptr_eq(region, &listed.region)));
         self.listed = stay;
         for listed in go {
-            self.unmap(listed);
+            self.unmap(&listed);
         }
         let mut result = Ok(());
         for region in wanted {
@@ -88,29 +94,33 @@ impl VfioMemory {
 
     /// Whether memory of others is mapped, which [`unmap_returned`](VfioMemory::unmap_returned) has to look at.
     pub(super) fn is_watched(&self) -> bool {
-        self.listed.iter().any(|listed| listed.place.is_some() && listed.blocks.is_some())
+        self.returned_bytes > 0 || self.listed.iter().any(|listed| listed.is_mapped() && listed.blocks.is_some())
     }
 
     /// Unmaps the regions of which pages were given back. They have no address from then on, and are not mapped again.
-    /// Returns their bytes.
+    /// Returns the bytes of those since the last call.
     pub(super) fn unmap_returned(&mut self) -> u64 {
-        let mut bytes = 0;
-        for number in 0..self.listed.len() {
-            let listed = &mut self.listed[number];
-            if listed.place.is_none() || blocks(&listed.region) >= listed.blocks {
-                continue;
+        self.look_for_returned();
+        std::mem::take(&mut self.returned_bytes)
+    }
+
+    fn look_for_returned(&mut self) {
+        let VfioMemory { device, container, listed, returned_bytes, .. } = self;
+        for listed in listed.iter_mut().filter(|listed| listed.is_mapped()) {
+            if blocks(&listed.region) < listed.blocks {
+                if !listed.unmap(*device, container) {
+                    listed.place = None;
+                }
+                listed.is_returned = true;
+                *returned_bytes += listed.region.len() as u64;
             }
-            bytes += listed.region.len() as u64;
-            let (place, region) = (listed.place.take(), Arc::clone(&listed.region));
-            self.unmap(MappedRegion { region, place, lead: 0, blocks: None });
         }
-        bytes
     }
 
     /// Device address of a byte of a region; unset if the region is not mapped.
     pub(super) fn address(&self, region: &Arc<Region>, offset: u64) -> Option<u64> {
         let listed = &self.listed[self.position(region)?];
-        let (start, _) = listed.place?;
+        let (start, _) = listed.place.filter(|_| listed.is_mapped())?;
         (offset < region.len() as u64).then(|| start + listed.lead + offset)
     }
 
@@ -136,27 +146,42 @@ impl VfioMemory {
             Ok((iova, size))
         });
         let (place, result) = mapped.map_or_else(|error| (None, Err(error)), |place| (Some(place), Ok(())));
-        self.listed.push(MappedRegion { region, place, lead, blocks: None });
+        self.listed.push(MappedRegion { region, place, lead, blocks: None, is_returned: false });
         result
     }
 
-    /// Unmaps a region. One that cannot be unmapped is leaked: the device may access it until this process ends.
-    fn unmap(&mut self, listed: MappedRegion) {
-        let Some((iova, size)) = listed.place else { return };
-        match abi::unmap_dma(self.container.as_fd(), iova, size) {
-            Ok(()) => self.space.give_back(iova),
-            Err(error) => {
-                tracing::error!("pci:{}: memory at I/O address {iova:#x} cannot be unmapped: {error}", self.device);
-                std::mem::forget(listed.region);
-            }
+    /// Unmaps a region that is no longer listed, and gives its place back.
+    fn unmap(&mut self, listed: &MappedRegion) {
+        let is_free = listed.is_returned || listed.unmap(self.device, &self.container);
+        if let Some((iova, _)) = listed.place.filter(|_| is_free) {
+            self.space.give_back(iova);
         }
+    }
+}
+
+impl MappedRegion {
+    /// Whether the device reaches it.
+    fn is_mapped(&self) -> bool {
+        self.place.is_some() && !self.is_returned
+    }
+
+    /// Unmaps it, if it has a place. A region that cannot be unmapped is leaked, with its place: the device may access
+    /// it until this process ends.
+    fn unmap(&self, device: PciAddress, container: &OwnedFd) -> bool {
+        let Some((iova, size)) = self.place else { return true };
+        let unmapped = abi::unmap_dma(container.as_fd(), iova, size);
+        if let Err(error) = &unmapped {
+            tracing::error!("pci:{device}: memory at I/O address {iova:#x} cannot be unmapped: {error}");
+            std::mem::forget(Arc::clone(&self.region));
+        }
+        unmapped.is_ok()
     }
 }
 
 impl Drop for VfioMemory {
     fn drop(&mut self) {
         for listed in std::mem::take(&mut self.listed) {
-            self.unmap(listed);
+            self.unmap(&listed);
         }
     }
 }
@@ -186,16 +211,71 @@ mod tests {
 
     use super::*;
 
+    const BYTES: u64 = 1 << 20;
+
+    /// Memory of another process, all of whose pages are allocated.
+    fn memory_of_others() -> (OwnedFd, Arc<Region>) {
+        let file = memfd_create("guest", MemfdFlags::CLOEXEC).unwrap();
+        ftruncate(&file, BYTES).unwrap();
+        fallocate(&file, FallocateFlags::empty(), 0, BYTES).unwrap();
+        let region = Region::map_file(file.as_fd(), 0, BYTES).unwrap();
+        (file, region)
+    }
+
+    /// Memory with one region listed. The container is none: what is unmapped there stays mapped, as far as it knows.
+    fn memory_with(region: &Arc<Region>) -> VfioMemory {
+        let mut space = IovaSpace::new(vec![(0, 4 * BYTES - 1)]);
+        let place = space.take(BYTES, PAGE_BYTES as u64, 0).map(|iova| (iova, BYTES));
+        let listed =
+            MappedRegion { region: Arc::clone(region), place, lead: 0, blocks: blocks(region), is_returned: false };
+        VfioMemory {
+            device: "0000:01:00.0".parse().unwrap(),
+            container: std::fs::File::open("/dev/null").unwrap().into(),
+            space,
+            listed: vec![listed],
+            seen: 0,
+            returned_bytes: 0,
+        }
+    }
+
+    fn give_back(file: &OwnedFd) {
+        fallocate(file, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, 8 * 4096, 4096).unwrap();
+    }
+
     #[test]
     fn pages_that_their_owner_gives_back_are_missed() {
-        let file = memfd_create("guest", MemfdFlags::CLOEXEC).unwrap();
-        ftruncate(&file, 1 << 20).unwrap();
-        let region = Region::map_file(file.as_fd(), 0, 1 << 20).unwrap();
-        fallocate(&file, FallocateFlags::empty(), 0, 1 << 20).unwrap();
-        let whole = blocks(&region);
-        assert!(whole.is_some());
-        fallocate(&file, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, 8 * 4096, 4096).unwrap();
-        assert!(blocks(&region) < whole);
+        let (file, region) = memory_of_others();
+        let mut memory = memory_with(&region);
+        assert!(memory.is_watched() && memory.address(&region, 0).is_some());
+        assert_eq!(memory.unmap_returned(), 0);
+        give_back(&file);
+        assert_eq!(memory.unmap_returned(), BYTES);
+        assert_eq!((memory.address(&region, 0), memory.is_watched(), memory.unmap_returned()), (None, false, 0));
         assert_eq!(blocks(&Region::shared(4096).unwrap()), None, "no other process gives these back");
+    }
+
+    #[test]
+    fn pages_missed_as_more_memory_is_mapped_are_told_of_too() {
+        let (file, region) = memory_of_others();
+        let mut memory = memory_with(&region);
+        let domain = DmaDomain::new(|| ());
+        let _mapping = domain.map(vec![Arc::clone(&region)]);
+        give_back(&file);
+        memory.sync(&domain).unwrap();
+        assert_eq!(memory.address(&region, 0), None);
+        assert!(memory.is_watched(), "the bytes are to be told of");
+        assert_eq!((memory.unmap_returned(), memory.is_watched()), (BYTES, false));
+    }
+
+    #[test]
+    fn place_of_memory_that_was_given_back_stays_taken_while_it_is_listed() {
+        let (_file, region) = memory_of_others();
+        let mut memory = memory_with(&region);
+        let (iova, _) = memory.listed[0].place.unwrap();
+        memory.listed[0].is_returned = true;
+        assert_ne!(memory.space.take(BYTES, PAGE_BYTES as u64, 0), Some(iova));
+        let listed = memory.listed.remove(0);
+        memory.unmap(&listed);
+        assert_eq!(memory.space.take(BYTES, PAGE_BYTES as u64, 0), Some(iova), "no command names it any more");
     }
 }
