@@ -274,7 +274,11 @@ impl<T: NvmeTransport> NvmeControl<T> {
             free.filter(|_| has_room).and_then(|number| self.queues[number].open(number, kind, namespaces, all));
         let Some(opened) = opened else {
             let (disk, have) = (self.name().to_owned(), self.share());
-            let cure = "raise ?queues=N if the controller has more, or ask for fewer queues";
+            let cure = if self.shares_queues {
+                "give the controller more, or export its namespaces as one controller, whose namespaces share queues"
+            } else {
+                "raise ?queues=N if the controller has more, or ask for fewer queues"
+            };
             return Err(AttachError::Queues { disk, wanted: have + 1, have, cure });
         };
         if self.outage.as_ref().is_some_and(Outage::gave_up) {
