@@ -2,7 +2,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use blkyard_attach::{NamespaceConfig, NamespaceQueue, RemoteNamespace, VfioUserConfig, VfioUserController};
@@ -108,6 +108,16 @@ fn queue_that_no_thread_runs_does_not_hold_up_a_reset_without_end() {
     next.join().unwrap();
 }
 
+/// Has the server make a fault three times, each before writes that must arrive.
+fn repeat_fault(fault: &AtomicBool, user: &mut User<NamespaceQueue>) {
+    for round in 0..3 {
+        fault.store(true, Relaxed);
+        until("the fault is made", || !fault.load(Relaxed));
+        submit_writes(user, 30 * round);
+        verify(user, 30 * round);
+    }
+}
+
 #[test]
 fn device_reset_from_outside_is_set_up_again() {
     for shares_doorbells in [true, false] {
@@ -116,12 +126,7 @@ fn device_reset_from_outside_is_set_up_again() {
         let server = serve_with(&path, shares_doorbells, Arc::clone(&faults));
         let attached = attach(&path, PATIENCE);
         let mut user = user(&attached);
-        for round in 0..3 {
-            faults.resets.store(true, Relaxed);
-            until("it is reset", || !faults.resets.load(Relaxed));
-            submit_writes(&mut user, 30 * round);
-            verify(&mut user, 30 * round);
-        }
+        repeat_fault(&faults.resets, &mut user);
         let view = attached.view();
         assert_eq!((view.sessions, view.aborts), (1, 0), "{view:?}");
         drop((user, attached));
@@ -136,12 +141,7 @@ fn invalid_completions_complete_no_request() {
     let server = serve_with(&path, true, Arc::clone(&faults));
     let attached = attach(&path, PATIENCE);
     let mut user = user(&attached);
-    for round in 0..3 {
-        faults.writes_nonsense.store(true, Relaxed);
-        until("it is written", || !faults.writes_nonsense.load(Relaxed));
-        submit_writes(&mut user, 30 * round);
-        verify(&mut user, 30 * round);
-    }
+    repeat_fault(&faults.writes_nonsense, &mut user);
     assert_eq!(attached.view().sessions, 1);
     drop((user, attached));
     server.join().unwrap();
