@@ -78,6 +78,14 @@ impl AuthHost {
         self.secrets.controller.is_some()
     }
 
+    /// What this host has found, once it is telling it: the controller may close the connection before it answers.
+    pub fn verdict(&self) -> Option<AuthError> {
+        match self.phase {
+            AuthHostPhase::Failing(error) => Some(error),
+            _ => None,
+        }
+    }
+
     /// The first message.
     pub fn begin(&self) -> Vec<u8> {
         let hashes = AuthHash::ALL.map(AuthHash::id).to_vec();

@@ -328,7 +328,7 @@ impl FabricsIoQueue {
     /// The stream is broken, or the controller has ended it. Its close follows.
     pub fn lost(&mut self) {
         if !matches!(self.state, FabricsQueueState::Closed | FabricsQueueState::Closing) {
-            self.report(FabricsQueueReport::Lost);
+            self.report_loss();
             self.close(TcpEnd::Closed);
         }
     }
@@ -338,7 +338,7 @@ impl FabricsIoQueue {
         match self.state {
             FabricsQueueState::Closed => return,
             FabricsQueueState::Closing => {}
-            _ => self.report(FabricsQueueReport::Lost),
+            _ => self.report_loss(),
         }
         self.queue.abandon(TcpEnd::Closed);
         (self.stream_request, self.until_ns) = (None, None);
@@ -606,7 +606,7 @@ impl FabricsIoQueue {
                 }
                 Some(TcpHostEvent::Started) => {}
                 Some(TcpHostEvent::Ended(end)) => {
-                    self.report(FabricsQueueReport::Lost);
+                    self.report_loss();
                     // A TermReq is sent first.
                     self.close(end);
                 }
@@ -632,6 +632,15 @@ impl FabricsIoQueue {
         self.until_ns = None;
         self.state = FabricsQueueState::Connected;
         self.report(FabricsQueueReport::Connected);
+    }
+
+    /// A controller may close the connection as soon as it is told that this host does not trust it.
+    fn report_loss(&mut self) {
+        let auth = self.connect.as_ref().and_then(|connect| connect.auth.as_ref());
+        self.report(match auth.and_then(AuthHost::verdict) {
+            Some(_) => FabricsQueueReport::Refused { status: fabrics_status::AUTHENTICATION_REQUIRED.with_dnr() },
+            None => FabricsQueueReport::Lost,
+        });
     }
 
     fn refused(&mut self, status: NvmeStatus) {

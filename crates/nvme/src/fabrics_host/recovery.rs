@@ -176,6 +176,8 @@ impl FabricsHost {
 
     /// The association is lost: error recovery, or the end of a disconnect.
     pub(super) fn lose(&mut self, error: FabricsHostError, now_ns: u64) {
+        let verdict = self.auth.as_ref().and_then(|(auth, _)| auth.verdict());
+        let error = verdict.map_or(error, FabricsHostError::Authentication);
         if self.state == ControllerState::Connecting && error.is_final() {
             return self.give_up(error, now_ns);
         }

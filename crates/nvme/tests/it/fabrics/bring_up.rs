@@ -3,11 +3,11 @@
 use std::sync::Arc;
 
 use blkyard_mq::{FenceEvidence, Op, QueueCounts, Status};
-use blkyard_nvme::auth::{AuthError, AuthSecrets, AuthSeed, DhchapSecret};
+use blkyard_nvme::auth::{AuthError, AuthFailure, AuthSecrets, AuthSeed, DhchapSecret};
 use blkyard_nvme::fabrics::{ANY_CONTROLLER, DISCOVERY_NQN, Nqn, fabrics_status};
 use blkyard_nvme::{
     AnaState, ControllerState, DiscoveredLog, DiscoveryEntry, DiscoveryKind, DiscoveryLog, FabricsData,
-    FabricsHostAuth, FabricsHostError, FabricsHostEvent, NvmeStatus, Sqe, admin,
+    FabricsHostAuth, FabricsHostConfig, FabricsHostError, FabricsHostEvent, NvmeStatus, Sqe, admin,
 };
 
 use crate::fabrics::rig::{MS, Rig, config};
@@ -160,6 +160,12 @@ fn a_final_refusal_ends_it_and_others_are_retried() {
     assert_eq!(rig.events.last(), Some(&FabricsHostEvent::Over));
 }
 
+fn with_secrets(controller: Option<DhchapSecret>) -> FabricsHostConfig {
+    let secrets = Arc::new(AuthSecrets { host: DhchapSecret::new(vec![1; 32], None).unwrap(), controller });
+    let auth = Some(FabricsHostAuth { secrets, seed: AuthSeed([1; 32]) });
+    FabricsHostConfig { auth, ..config() }
+}
+
 #[test]
 fn a_target_that_wants_authentication_is_left() {
     let mut rig = Rig::new(config());
@@ -169,15 +175,22 @@ fn a_target_that_wants_authentication_is_left() {
     assert_eq!(rig.host.error(), Some(FabricsHostError::Authentication(AuthError::NoSecret)));
 }
 
+#[test]
+fn a_target_that_closes_when_it_is_told_that_it_fails_does_not_hide_why() {
+    let mut rig = Rig::new(with_secrets(None));
+    rig.target.behaviour.authenticates = true;
+    rig.host.start(0);
+    rig.run_for(1000);
+    let error = FabricsHostError::Authentication(AuthError::Malformed(AuthFailure::Protocol));
+    assert_eq!((rig.host.state(), rig.host.error(), rig.host.association()), (ControllerState::Dead, Some(error), 1));
+}
+
 /// Otherwise whoever answers at its address would get the data.
 #[test]
 fn a_target_that_is_to_authenticate_itself_and_asks_for_nothing_is_left() {
     let secret = DhchapSecret::new(vec![1; 32], None).unwrap();
-    for (controller, error) in [(None, None), (Some(secret.clone()), Some(AuthError::OneSided))] {
-        let secrets = Arc::new(AuthSecrets { host: secret.clone(), controller });
-        let mut config = config();
-        config.auth = Some(FabricsHostAuth { secrets, seed: AuthSeed([1; 32]) });
-        let mut rig = Rig::new(config);
+    for (controller, error) in [(None, None), (Some(secret), Some(AuthError::OneSided))] {
+        let mut rig = Rig::new(with_secrets(controller));
         rig.host.start(0);
         rig.run_for(1000);
         assert_eq!(rig.host.error(), error.map(FabricsHostError::Authentication));

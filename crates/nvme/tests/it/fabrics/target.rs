@@ -19,6 +19,8 @@ use crate::fabrics::real::{RealQueue, RealTarget};
 /// Blocks of the disk, and their size.
 pub const BLOCKS: u64 = 64;
 pub const BLOCK: usize = 512;
+/// Message by which a host tells that it gives an authentication up (NVMe Base 2.0, 8.13.5).
+const AUTH_FAILURE2: u8 = 0xf0;
 const SLOTS: u16 = 40;
 const SLOT_BYTES: u64 = 64 << 10;
 
@@ -221,6 +223,7 @@ pub struct TargetBehaviour {
     pub discovery: Option<DiscoveryLog>,
     pub namespaces: Vec<u32>,
     pub by_traffic: bool,
+    /// Authentication with empty messages; as Linux does, it closes the connection once it is told of a failure.
     pub authenticates: bool,
     pub never_ready: bool,
     /// Maximum transfer.
@@ -434,9 +437,16 @@ impl Target {
                 controller.cc = value as u32;
                 (NvmeStatus::SUCCESS, 0)
             }
-            FabricsCommand::AuthSend(_) | FabricsCommand::AuthReceive(_) | FabricsCommand::Disconnect => {
-                (NvmeStatus::INVALID_OPCODE, 0)
+            FabricsCommand::AuthSend(_) if data[1] == AUTH_FAILURE2 => return self.end(number),
+            FabricsCommand::AuthSend(_) => (NvmeStatus::SUCCESS, 0),
+            FabricsCommand::AuthReceive(len) => {
+                let segment = TargetConnection::buffer(slot, len);
+                let connection = &mut self.connections[number];
+                connection.memory.resolve(segment).unwrap().copy_from_slice(&vec![0; len as usize]);
+                assert!(connection.queue.respond_with(&connection.memory, slot, std::iter::once(segment), 0));
+                return;
             }
+            FabricsCommand::Disconnect => (NvmeStatus::INVALID_OPCODE, 0),
         };
         self.connections[number].respond(slot, answer.0, answer.1);
     }
@@ -604,5 +614,8 @@ impl Target {
 }
 
 fn is_read(sqe: &Sqe) -> bool {
-    if sqe.opcode() == FABRICS_OPCODE { false } else { sqe.opcode() & 3 == 2 }
+    match sqe.opcode() {
+        FABRICS_OPCODE => matches!(FabricsCommand::parse(sqe), Ok(FabricsCommand::AuthReceive(_))),
+        opcode => opcode & 3 == 2,
+    }
 }
