@@ -126,7 +126,7 @@ pub struct Request {
     pub(crate) bio: Option<Box<Bio>>,
     /// Serial number: a requeued request goes ahead of later ones.
     pub(crate) order: u32,
-    /// Segments, as [`QueueLimits`] counts them. Kept where requests may merge.
+    /// Segments, as [`QueueLimits`] counts them: at least as many as a walk finds.
     pub(crate) segments: u16,
     pub(crate) namespace: u16,
     /// Milliseconds that the driver has been given beyond the queue's timeout; zero without the mark.
@@ -217,6 +217,12 @@ impl Request {
     #[inline]
     pub fn sectors(&self) -> u32 {
         self.sectors
+    }
+
+    /// The most segments that a walk of its data finds, counted as it was formed.
+    #[inline]
+    pub fn segments(&self) -> u16 {
+        self.segments
     }
 
     /// First byte on the device.

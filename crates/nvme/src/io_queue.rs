@@ -16,7 +16,7 @@ use crate::host::Retries;
 use crate::lists::without_list;
 use crate::registered::MappedBuffers;
 use crate::{
-    DmaSegment, DsmRange, HostQueuePair, ListError, ListPool, NvmeNamespace, Psdt, RetryDelays, Sqe, control, io,
+    DmaSegment, DsmRange, HostQueuePair, ListError, ListPool, NvmeNamespace, PAGE, Psdt, RetryDelays, Sqe, control, io,
 };
 
 /// Command of the controller's owner to a queue. All except `Start` and `Fail` are answered by an [`IoQueueReport`].
@@ -197,9 +197,12 @@ impl IoQueue {
                             None => self.map_long(slot, bytes, segment, sgl_threshold, run),
                         },
                         None => {
-                            let made = self.lists.map(slot, bytes, segments.clone().map_while(run), sgl_threshold);
-                            match made {
-                                Err(ListError::Length) => self.map_mixed(slot, bytes, segments, op, sgl_threshold, run),
+                            debug_assert!(segments.clone().count() <= usize::from(request.segments()));
+                            let (runs, count) = (segments.clone().map_while(run), u64::from(request.segments()));
+                            match self.lists.map(slot, bytes, runs, count, sgl_threshold) {
+                                Err(ListError::Length) => {
+                                    self.map_mixed(slot, bytes, segments, count, op, sgl_threshold, run)
+                                }
                                 made => made,
                             }
                         }
@@ -250,7 +253,7 @@ impl IoQueue {
         sgl_threshold: Option<u32>,
         run: impl Fn(Segment) -> Option<DmaSegment> + Copy,
     ) -> Result<(Psdt, [u64; 2]), ListError> {
-        self.lists.map(slot, bytes, std::iter::once(segment).map_while(run), sgl_threshold)
+        self.lists.map(slot, bytes, std::iter::once(segment).map_while(run), 1, sgl_threshold)
     }
 
     /// The data pointer of a request whose data is one segment of a registered buffer.
@@ -289,12 +292,12 @@ impl IoQueue {
         let IoQueue { buffers, lists, .. } = self;
         let bytes = u64::from(segment.len);
         let Some((buffer, from)) = buffers.get(segment) else {
-            return lists.map(slot, bytes, std::iter::once(segment).map_while(run), sgl_threshold);
+            return lists.map(slot, bytes, std::iter::once(segment).map_while(run), 1, sgl_threshold);
         };
         let takes_sgl = sgl_threshold.is_some_and(|threshold| threshold > 0);
         let pointer = match buffer.pointer(from, segment.len, takes_sgl) {
             Some(pointer) => pointer,
-            None => lists.map(slot, bytes, buffer.runs(from, segment.len), sgl_threshold)?,
+            None => lists.map(slot, bytes, buffer.runs(from, segment.len), runs_max(bytes, 1), sgl_threshold)?,
         };
         if buffer.needs_sync && op == Op::Write {
             buffers.sync_for_device(segment);
@@ -313,6 +316,7 @@ impl IoQueue {
         slot: u16,
         bytes: u64,
         segments: Segments<'_>,
+        count: u64,
         op: Op,
         sgl_threshold: Option<u32>,
         run: impl Fn(Segment) -> Option<DmaSegment> + Copy,
@@ -327,7 +331,7 @@ impl IoQueue {
             let other = if known.is_none() { run(segment) } else { None };
             known.into_iter().flatten().chain(other)
         });
-        let pointer = lists.map(slot, bytes, runs, sgl_threshold)?;
+        let pointer = lists.map(slot, bytes, runs, runs_max(bytes, count), sgl_threshold)?;
         for segment in segments {
             match buffers.get(segment) {
                 Some((buffer, _)) if buffer.needs_sync && op == Op::Write => buffers.sync_for_device(segment),
@@ -501,6 +505,11 @@ impl IoQueue {
     pub fn pair(&self) -> &HostQueuePair {
         &self.pair
     }
+}
+
+/// The most runs of `bytes` in this many segments, if some are scattered page by page.
+fn runs_max(bytes: u64, segments: u64) -> u64 {
+    bytes / PAGE + 2 * segments
 }
 
 /// Copies what was read into bounced buffers to where it belongs.

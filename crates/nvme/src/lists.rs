@@ -165,9 +165,12 @@ impl ListPool {
         }
     }
 
-    /// The data pointer of a command for `bytes` of data in these segments. A controller with an SGL threshold accepts
-    /// SGLs. They are used where PRP entries are impossible and, if the threshold is not zero, where the average
-    /// segment has at least that many bytes. Uses the slot's lists until [`ListPool::release`].
+    /// The data pointer of a command for `bytes` of data in these segments, which are at most `count`. A controller with
+    /// an SGL threshold accepts SGLs. They are used where PRP entries are impossible and, if the threshold is not zero, for
+    /// more than two pages where the average segment has at least that many bytes. Uses the slot's lists until
+    /// [`ListPool::release`].
+    ///
+    /// The segments are walked once, and again only if two of them meet within a page.
     ///
     /// # Errors
     /// See [`ListError`]; the slot holds no list then.
@@ -177,26 +180,20 @@ impl ListPool {
         slot: u16,
         bytes: u64,
         segments: impl Iterator<Item = DmaSegment> + Clone,
+        count: u64,
         sgl_threshold: Option<u32>,
     ) -> Result<(Psdt, [u64; 2]), ListError> {
-        let Some(threshold) = sgl_threshold else {
-            return self.prp(slot, bytes, segments).map(|pointer| (Psdt::Prp, pointer));
-        };
-        let mut runs = JoinedSegments::new(segments.clone());
-        let first = runs.next().ok_or(ListError::Length)?;
-        let (mut count, mut end, mut is_torn) = (1_u64, first.addr.wrapping_add(first.len), false);
-        for run in runs {
-            is_torn |= (end | run.addr) & (PAGE - 1) != 0;
-            end = run.addr.wrapping_add(run.len);
-            count += 1;
+        let takes_sgl = sgl_threshold.is_some();
+        let prefers_sgl = bytes > 2 * PAGE
+            && count <= SGL_DESCRIPTORS_MAX as u64
+            && sgl_threshold.is_some_and(|threshold| threshold > 0 && bytes >= u64::from(threshold) * count);
+        if !prefers_sgl {
+            match self.prp(slot, bytes, segments.clone()) {
+                Err(ListError::Gap) if takes_sgl => {}
+                made => return made.map(|pointer| (Psdt::Prp, pointer)),
+            }
         }
-        let is_short = count == 1 && first.addr % PAGE + bytes <= 2 * PAGE;
-        let is_long = threshold > 0 && bytes / count >= u64::from(threshold) && count <= SGL_DESCRIPTORS_MAX as u64;
-        if is_torn || (is_long && !is_short) {
-            self.sgl(slot, bytes, segments).map(|pointer| (Psdt::Sgl, pointer))
-        } else {
-            self.prp(slot, bytes, segments).map(|pointer| (Psdt::Prp, pointer))
-        }
+        self.sgl(slot, bytes, segments, count).map(|pointer| (Psdt::Sgl, pointer))
     }
 
     /// Two PRP entries for these segments; the second may be the address of a list.
@@ -269,7 +266,7 @@ impl ListPool {
         Ok([first.addr, if pointers > 1 { self.addr + list.start as u64 } else { second }])
     }
 
-    /// An SGL for these segments: a single descriptor, or a list of descriptors.
+    /// An SGL for these segments, which are at most `count`: a single descriptor, or a list of descriptors.
     ///
     /// # Errors
     /// See [`ListError`]; the slot holds no list then.
@@ -277,32 +274,46 @@ impl ListPool {
         &mut self,
         slot: u16,
         bytes: u64,
-        segments: impl Iterator<Item = DmaSegment> + Clone,
+        segments: impl Iterator<Item = DmaSegment>,
+        count: u64,
+    ) -> Result<[u64; 2], ListError> {
+        self.sgl_list(slot, bytes, segments, count).inspect_err(|_| _ = self.release(slot))
+    }
+
+    fn sgl_list(
+        &mut self,
+        slot: u16,
+        bytes: u64,
+        segments: impl Iterator<Item = DmaSegment>,
+        count: u64,
     ) -> Result<[u64; 2], ListError> {
         if bytes > TRANSFER_BYTES_MAX {
             return Err(ListError::TooLong);
         }
-        let (mut count, mut total, mut bits) = (0, 0, 0);
-        for run in JoinedSegments::new(segments.clone()) {
-            (count, total, bits) = (count + 1, total + run.len, bits | run.addr | run.len);
+        let room = count.min(SGL_DESCRIPTORS_MAX as u64) as usize;
+        let start = self.room(slot, room, SGL_BYTES)?;
+        let (mut used, mut total, mut bits, mut only) = (0, 0, 0, [0; 2]);
+        for run in JoinedSegments::new(segments) {
+            if used == room {
+                return Err(ListError::TooMany);
+            }
+            only = sgl::words(sgl::DATA_BLOCK, run.addr, run.len as u32);
+            self.view.store_u64s(start + used * SGL_BYTES, only, Relaxed);
+            (used, total, bits) = (used + 1, total + run.len, bits | run.addr | run.len);
+            if total > bytes {
+                return Err(ListError::Length);
+            }
         }
-        if total != bytes || count == 0 {
+        if total < bytes || used == 0 {
             return Err(ListError::Length);
         }
         if bits & 3 != 0 {
             return Err(ListError::Unaligned);
         }
-        let mut runs = JoinedSegments::new(segments);
-        if count == 1 {
-            let first = runs.next().ok_or(ListError::Length)?;
-            return Ok(sgl::words(sgl::DATA_BLOCK, first.addr, first.len as u32));
+        match used {
+            1 => Ok(only),
+            _ => Ok(sgl::words(sgl::LAST_SEGMENT, self.addr + start as u64, (used * SGL_BYTES) as u32)),
         }
-        let at = self.room(slot, count, SGL_BYTES)?;
-        for (number, run) in runs.enumerate() {
-            let words = sgl::words(sgl::DATA_BLOCK, run.addr, run.len as u32);
-            self.view.store_u64s(at + number * SGL_BYTES, words, Relaxed);
-        }
-        Ok(sgl::words(sgl::LAST_SEGMENT, self.addr + at as u64, (count * SGL_BYTES) as u32))
     }
 
     /// Writes the ranges of a deallocation. Returns their number and the two PRP entries.

@@ -119,7 +119,7 @@ impl Inner {
         let LoopbackQueue { namespace: NvmeNamespace { nsid, sector_shift, sgl_threshold }, .. } = self.queue;
         let run = |segment| Some(DmaSegment { addr: self.queue.addr(segment)?, len: segment.len.into() });
         let run = bio.segments.first().and_then(|segment| run(*segment));
-        let (psdt, data) = self.queue.lists.map(slot, bio.bytes(), run.into_iter(), sgl_threshold)?;
+        let (psdt, data) = self.queue.lists.map(slot, bio.bytes(), run.into_iter(), 1, sgl_threshold)?;
         let opcode = if bio.op == Op::Read { io::READ } else { io::WRITE };
         let sqe = Sqe::with_blocks(opcode, nsid, bio.sector >> sector_shift, bio.sectors >> sector_shift, 0);
         Ok(sqe.with_data(psdt, data))

@@ -305,6 +305,7 @@ impl<D> HwQueue<D> {
                 self.unsplit -= usize::from(!split.unsplit);
                 let (op, flags, sector) = (bio.op, bio.flags, bio.sector + u64::from(from.sectors));
                 let request = self.enter(number, op, flags, sector, part.sectors);
+                request.segments = part.segments;
                 request.from = from;
                 request.more = place;
                 request.look.set_marks(Marks::PART);

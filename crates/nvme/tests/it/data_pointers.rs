@@ -168,7 +168,7 @@ fn each_worked_example_comes_out_as_it_is_written() {
     // The seventh case is invalid for PRP and valid for SGL.
     let pieces = [(0x20000, 4096), (0x55200, 512)];
     assert_eq!(fixture.pool.prp(1, 4608, segments(&pieces)), Err(ListError::Gap));
-    let (psdt, pointer) = fixture.pool.map(1, 4608, segments(&pieces), Some(0)).unwrap();
+    let (psdt, pointer) = fixture.pool.map(1, 4608, segments(&pieces), 2, Some(0)).unwrap();
     assert_eq!((psdt, pointer), (Psdt::Sgl, [SMALL + 256, 0x3000_0000_0000_0020]));
     assert_eq!(fixture.walk(psdt, pointer, 4608), Ok(joined(&pieces)));
 }
@@ -200,7 +200,7 @@ fn sgl_or_prp_is_chosen_by_what_the_data_is_like() {
         ("as long as the threshold", &aligned, Some(4096), Ok(Psdt::Sgl)),
     ] {
         let bytes = pieces.iter().map(|(_, len)| len).sum();
-        let found = fixture.pool.map(0, bytes, segments(pieces), threshold);
+        let found = fixture.pool.map(0, bytes, segments(pieces), pieces.len() as u64, threshold);
         assert_eq!(found.map(|(psdt, _)| psdt), want, "{name}");
         if let Ok((psdt, pointer)) = found {
             assert_eq!(fixture.walk(psdt, pointer, bytes), Ok(joined(pieces)), "{name}");
@@ -208,7 +208,7 @@ fn sgl_or_prp_is_chosen_by_what_the_data_is_like() {
         fixture.pool.release(0);
     }
     // A long segment is one descriptor in the command itself.
-    assert_eq!(fixture.pool.sgl(0, 0x1_0000, segments(&long)), Ok([0x10_0200, 0x1_0000]));
+    assert_eq!(fixture.pool.sgl(0, 0x1_0000, segments(&long), 1), Ok([0x10_0200, 0x1_0000]));
 }
 
 #[test]
@@ -228,9 +228,10 @@ fn data_that_cannot_be_named_is_refused_and_holds_nothing() {
         assert_eq!(fixture.pool.prp(0, bytes, segments(pieces)), Err(error), "{name}");
         assert_eq!(fixture.pool.free_pages(), usize::from(PAGES), "{name}");
     }
-    assert_eq!(fixture.pool.sgl(0, 257 * 512, segments(&far)), Err(ListError::TooMany));
-    assert_eq!(fixture.pool.sgl(0, 1024, segments(&[(2, 512), (0x2000, 512)])), Err(ListError::Unaligned));
-    assert_eq!(fixture.pool.sgl(0, 512, segments(&far)), Err(ListError::Length));
+    assert_eq!(fixture.pool.sgl(0, 257 * 512, segments(&far), 257), Err(ListError::TooMany));
+    assert_eq!(fixture.pool.sgl(0, 1024, segments(&[(2, 512), (0x2000, 512)]), 2), Err(ListError::Unaligned));
+    assert_eq!(fixture.pool.sgl(0, 1024, segments(&far), 1), Err(ListError::TooMany), "no room but for one");
+    assert_eq!(fixture.pool.sgl(0, 512, segments(&far), 257), Err(ListError::Length));
 
     // Three maximum transfers take all pages but one.
     let longest = [(0x200, TRANSFER_BYTES_MAX)];
@@ -417,7 +418,7 @@ fn nothing_is_allocated_per_command() {
     for (pieces, threshold) in cases {
         let bytes = pieces.iter().map(|(_, len)| len).sum();
         let before = CountingAllocator::count();
-        let (psdt, pointer) = fixture.pool.map(2, bytes, segments(pieces), *threshold).unwrap();
+        let (psdt, pointer) = fixture.pool.map(2, bytes, segments(pieces), pieces.len() as u64, *threshold).unwrap();
         let sqe = Sqe::new(io::READ, 1).with_data(psdt, pointer);
         fixture.walker.walk(&fixture.map, &sqe, bytes, &mut fixture.segments).unwrap();
         fixture.pool.release(2);
@@ -480,7 +481,7 @@ proptest! {
     fn any_segments_are_named_or_refused(pieces in any_segments(), threshold in prop_oneof![Just(0), 1_u32..100_000]) {
         let mut fixture = Fixture::new();
         let bytes: u64 = pieces.iter().map(|(_, len)| len).sum();
-        match fixture.pool.map(0, bytes, segments(&pieces), Some(threshold)) {
+        match fixture.pool.map(0, bytes, segments(&pieces), pieces.len() as u64, Some(threshold)) {
             Ok((psdt, pointer)) => prop_assert_eq!(fixture.walk(psdt, pointer, bytes), Ok(joined(&pieces))),
             Err(error) => prop_assert!(error == ListError::TooLong && bytes > TRANSFER_BYTES_MAX),
         }
@@ -518,7 +519,7 @@ fn an_sgl_of_as_many_descriptors_as_there_may_be() {
     let mut fixture = Fixture::new();
     let pieces: Vec<_> = (0..SGL_DESCRIPTORS_MAX as u64).map(|page| (page * 0x2000 + 0x10, 0x20)).collect();
     let bytes = SGL_DESCRIPTORS_MAX as u64 * 0x20;
-    let pointer = fixture.pool.sgl(0, bytes, segments(&pieces)).unwrap();
+    let pointer = fixture.pool.sgl(0, bytes, segments(&pieces), pieces.len() as u64).unwrap();
     assert_eq!((pointer[0] % PAGE, pointer[1]), (0, 0x3000_0000_0000_1000));
     assert_eq!(fixture.walk(Psdt::Sgl, pointer, bytes), Ok(joined(&pieces)));
 }
