@@ -17,6 +17,9 @@
 //!
 //! Owned by its own thread. Each wait for the device is bounded by the transport.
 
+mod memory;
+mod namespaces;
+
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SendError, TryRecvError};
 use std::time::{Duration, Instant};
@@ -27,10 +30,11 @@ use blkyard_nvme::{
 };
 use blkyard_sys::{EventFd, PollFd, PollFlags};
 
+pub(crate) use self::namespaces::{check_same, find_namespace};
 use crate::AttachError;
 use crate::nvme::disk::NamespaceShared;
 use crate::nvme::mailbox::{DoorbellListener, NvmeCommand, NvmeQueueMessage, OpenedIoQueue, RunningQueue};
-use crate::nvme::queue_use::{AddressOf, QueueUse, Unreached};
+use crate::nvme::queue_use::QueueUse;
 use crate::nvme::suspend::{SuspendAnswer, SuspendRequests};
 use crate::nvme::{HostParts, NvmeTransport};
 use crate::outage::{LossHistory, Outage, OutageStep, PAUSE_MIN};
@@ -39,8 +43,6 @@ use crate::outage::{LossHistory, Outage, OutageStep, PAUSE_MIN};
 const QUEUES_WAIT: Duration = Duration::from_secs(5);
 /// How often a controller that is gone is checked for its silence.
 const LEAVE_RETRY: Duration = Duration::from_secs(1);
-/// How often memory of others that is pinned is looked at: pages that a balloon takes are rarely in use again sooner.
-const MEMORY_INTERVAL: Duration = Duration::from_millis(200);
 
 /// A transport with its controller.
 #[derive(Debug)]
@@ -81,7 +83,7 @@ pub(crate) struct NvmeControl<T: NvmeTransport> {
     shares_queues: bool,
     suspend_requests: SuspendRequests,
     /// When memory of others was last looked at.
-    memory_seen: Option<Instant>,
+    memory_seen: Instant,
     log: LogLimit,
 }
 
@@ -112,7 +114,7 @@ impl<T: NvmeTransport> NvmeControl<T> {
             namespaces: Vec::new(),
             shares_queues: false,
             suspend_requests: SuspendRequests::default(),
-            memory_seen: None,
+            memory_seen: began,
             log: LogLimit::default(),
         };
         control.connect().map_err(|cause| control.failed(cause))?;
@@ -285,81 +287,6 @@ impl<T: NvmeTransport> NvmeControl<T> {
             opened.mailbox.post(NvmeQueueMessage::Command(IoQueueCommand::Fail));
         }
         Ok(opened)
-    }
-
-    /// Tells a queue where the controller finds its memory, or a part of it.
-    fn announce(&mut self, number: usize, tell: fn(&mut QueueUse, &AddressOf<'_>) -> Unreached) {
-        let Some(session) = self.session.as_mut().filter(|session| session.is_served) else { return };
-        let transport = session.host.transport();
-        transport.sync_dma();
-        if transport.failure().is_some() {
-            // Announced in the next session.
-            return;
-        }
-        let queue = &mut self.queues[number];
-        let told = tell(queue, &|region, offset| transport.dma_addr(region, offset));
-        let Unreached { regions, all, tables } = told;
-        let mut unreached = if regions < all { regions.saturating_sub(queue.private_regions()) } else { regions };
-        if unreached > 0 {
-            unreached = unreached.saturating_sub(queue.dropped_regions(&self.parts.domain.regions()));
-        }
-        if unreached > 0
-            && let Some(held_back) = self.pass()
-        {
-            tracing::error!(
-                "{}: the controller reaches {unreached} of {all} memory regions of a queue not: I/O in them fails; back \
-                 the memory with a shared file (memfd), or use fewer regions{held_back}",
-                self.name()
-            );
-        }
-        if tables > 0
-            && let Some(held_back) = self.pass()
-        {
-            tracing::warn!(
-                "{}: the controller has no room for the address tables of {tables} registered buffers: I/O in them \
-                 works, at the cost of unregistered I/O; use fewer memory regions, or fewer and larger buffers{held_back}",
-                self.name()
-            );
-        }
-    }
-
-    /// Gives up memory of others of which pages were given back. Its I/O fails, which loses less than data that go to
-    /// the former pages.
-    fn watch_memory(&mut self) {
-        let now = self.now();
-        if self.memory_seen.is_some_and(|seen| now < seen + MEMORY_INTERVAL) {
-            return;
-        }
-        let Some(session) = self.session.as_mut().filter(|session| session.is_served) else { return };
-        let transport = session.host.transport();
-        if !transport.watches_memory() {
-            return;
-        }
-        self.memory_seen = Some(now);
-        let bytes = transport.unmap_returned();
-        if bytes == 0 {
-            return;
-        }
-        tracing::error!(
-            "{}: a front-end has given pages back to its host, in {bytes} bytes that are pinned for the controller: all \
-             I/O there fails from now on; start it anew without a balloon, reports of free pages and memory that can be \
-             unplugged, or serve the namespace by the kernel's driver, as file:/dev/nvmeXnY",
-            self.name()
-        );
-        (0..self.queues.len()).for_each(|number| self.announce(number, QueueUse::announce_memory));
-    }
-
-    /// Maps new memory. Queues with unreached memory are told again, since the controller may have room for it now.
-    fn sync_dma(&mut self) {
-        let changes = self.parts.domain.changes();
-        let Some(session) = self.session.as_mut().filter(|session| session.dma_seen != changes) else { return };
-        session.dma_seen = changes;
-        session.host.transport().sync_dma();
-        for number in 0..self.queues.len() {
-            if self.queues[number].is_partly_unreached() {
-                self.announce(number, QueueUse::announce_memory);
-            }
-        }
     }
 
     fn forward_doorbells(&mut self) {
@@ -661,43 +588,9 @@ impl<T: NvmeTransport> NvmeControl<T> {
         self.outage.iter_mut().for_each(Outage::give_up);
     }
 
-    /// The namespaces of the live controller have changed.
-    fn namespaces_changed(&mut self) {
-        let Some(session) = &self.session else { return };
-        let sectors_of = |known: &ScannedNamespace| {
-            let nsid = known.namespace.nsid;
-            let found = session.host.namespaces().iter().find(|found| found.namespace.nsid == nsid);
-            let found = found.ok_or_else(|| format!("namespace {nsid} was removed; attach it again"))?;
-            check_same(known, found).map(|()| (nsid, found.info.capacity_sectors))
-        };
-        match self.namespaces.iter().map(sectors_of).collect::<Result<Vec<_>, String>>() {
-            Ok(sizes) => {
-                for (index, (nsid, sectors)) in sizes.into_iter().enumerate() {
-                    let old = self.shared.set_capacity(index, sectors);
-                    if old != sectors
-                        && let Some(held_back) = self.pass()
-                    {
-                        tracing::info!(
-                            "{}: the capacity of namespace {nsid} changed from {old} to {sectors} sectors{held_back}",
-                            self.name()
-                        );
-                    }
-                }
-            }
-            Err(why) => {
-                if let Some(held_back) = self.pass() {
-                    tracing::error!("{}: {why}; I/O fails until it is as before{held_back}", self.name());
-                }
-                // The controller stays: the next session finds out whether the namespace is as before.
-                let now_ns = self.ns(self.now());
-                self.session.iter_mut().for_each(|session| session.host.remove(now_ns));
-            }
-        }
-    }
-
     /// Sleeps until there is a command or an event, or something is due.
     fn wait(&mut self, is_ending: bool) {
-        let now = self.now();
+        let (now, memory_due) = (self.now(), self.memory_due());
         let mut deadline = None;
         let own = [&self.wake, &self.parts.dma_changed];
         let mut fds: Vec<_> = own.into_iter().map(|event| PollFd::new(&**event, PollFlags::IN)).collect();
@@ -712,12 +605,8 @@ impl<T: NvmeTransport> NvmeControl<T> {
         }
         if let Some(session) = &mut self.session {
             let due = session.deadline_ns.map(|due_ns| self.began + Duration::from_nanos(due_ns));
-            deadline = [deadline, due].into_iter().flatten().min();
+            deadline = [deadline, due, memory_due].into_iter().flatten().min();
             fds.extend(self.parts.eventfds.first().map(|admin| PollFd::new(&**admin, PollFlags::IN)));
-            if session.is_served && session.host.transport().watches_memory() {
-                let due = self.memory_seen.map_or(now, |seen| seen + MEMORY_INTERVAL);
-                deadline = Some(deadline.map_or(due, |deadline: Instant| deadline.min(due)));
-            }
             let source = session.host.transport().event_source();
             fds.extend(source.map(|source| PollFd::from_borrowed_fd(source, PollFlags::IN | PollFlags::RDHUP)));
         }
@@ -747,34 +636,4 @@ impl<T: NvmeTransport> NvmeControl<T> {
         let now = self.now();
         self.log.pass(now).map(HeldBack)
     }
-}
-
-/// The namespace of this number; the only one if unset.
-pub(crate) fn find_namespace(all: &[ScannedNamespace], nsid: Option<u32>) -> Result<ScannedNamespace, String> {
-    let numbers = || all.iter().map(|found| found.namespace.nsid.to_string()).collect::<Vec<_>>().join(", ");
-    match (all, nsid) {
-        ([], _) => Err("the controller has no namespace that can be used; attach one there".into()),
-        (_, Some(nsid)) => {
-            let found = all.iter().find(|found| found.namespace.nsid == nsid).cloned();
-            found.ok_or_else(|| format!("the controller has no namespace {nsid}; it has {}", numbers()))
-        }
-        ([only], None) => Ok(only.clone()),
-        _ => Err(format!("the controller has namespaces {}; choose one by ?namespace=N", numbers())),
-    }
-}
-
-/// Checks that users of a namespace can go on with it. Its size may differ.
-pub(crate) fn check_same(known: &ScannedNamespace, found: &ScannedNamespace) -> Result<(), String> {
-    let look = |scanned: &ScannedNamespace| {
-        let info = &scanned.info;
-        (info.limits, info.read_only, info.volatile_cache, info.fua)
-    };
-    let changed = |what: &str| Err(format!("the controller changed {what}; serve the same namespace as before"));
-    if known.ids != found.ids {
-        return changed("the identity of its namespace");
-    }
-    if known.namespace != found.namespace || look(known) != look(found) {
-        return changed("the format or the limits of its namespace");
-    }
-    Ok(())
 }
