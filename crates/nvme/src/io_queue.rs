@@ -10,7 +10,7 @@
 use std::sync::Arc;
 
 use blkyard_mem::{BufferAddresses, BufferId, BufferMapping, RegisteredBuffer, Segment};
-use blkyard_mq::{Batch, BioFlags, Done, Op, Segments, Shortage, Status, Tag, TimedOut};
+use blkyard_mq::{Batch, BioFlags, Done, Op, Request, Segments, Shortage, Status, Tag, TimedOut};
 
 use crate::host::Retries;
 use crate::lists::without_list;
@@ -200,9 +200,7 @@ impl IoQueue {
                             debug_assert!(segments.clone().count() <= usize::from(request.segments()));
                             let (runs, count) = (segments.clone().map_while(run), u64::from(request.segments()));
                             match self.lists.map(slot, bytes, runs, count, sgl_threshold) {
-                                Err(ListError::Length) => {
-                                    self.map_mixed(slot, bytes, segments, count, op, sgl_threshold, run)
-                                }
+                                Err(ListError::Length) => self.map_mixed(slot, request, segments, sgl_threshold, run),
                                 made => made,
                             }
                         }
@@ -314,13 +312,12 @@ impl IoQueue {
     fn map_mixed(
         &mut self,
         slot: u16,
-        bytes: u64,
+        request: &Request,
         segments: Segments<'_>,
-        count: u64,
-        op: Op,
         sgl_threshold: Option<u32>,
         run: impl Fn(Segment) -> Option<DmaSegment> + Copy,
     ) -> Result<(Psdt, [u64; 2]), ListError> {
+        let (op, bytes, count) = (request.op(), request.bytes(), u64::from(request.segments()));
         let is_whole = |segment: &Segment| segment.is_registered() && u64::from(segment.len) == bytes;
         if let Some(segment) = segments.clone().first().filter(is_whole) {
             return self.map_registered(slot, segment, op, sgl_threshold, run);
