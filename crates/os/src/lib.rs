@@ -40,4 +40,4 @@ pub use receiver::{AcceptedConnection, Receiver, receive_for_daemon};
 pub use ring::{Attachment, FixedBuffers, Holdings, NopRing, Ring, RingConfig, RingCounters, RingError};
 pub use signals::{Signal, Signals};
 pub use topology::{cpu_places, lanes_default, node_of};
-pub use vfio::{HostPciDevice, PciAddress, VfioDevice, VfioError};
+pub use vfio::{HostPciDevice, PciAddress, VfioDevice, VfioError, VfioInterface};

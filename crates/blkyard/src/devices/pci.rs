@@ -6,7 +6,7 @@
 mod controller;
 
 use blkyard_mem::DmaDomain;
-use blkyard_os::{HostPciDevice, PciAddress, VfioError};
+use blkyard_os::{HostPciDevice, PciAddress, VfioError, VfioInterface};
 
 use self::controller::PciConfig;
 pub(crate) use self::controller::PciController;
@@ -34,30 +34,47 @@ fn open_all(mut specs: Vec<Spec>, _: Option<MakeConnector<'_>>) -> Result<Vec<De
     let mut spec = specs.remove(0);
     let may_unbind = take_unbind(&mut spec)?;
     let may_pin = spec.take_switch("pin")?.unwrap_or(false);
+    let interface = take_interface(&mut spec)?;
     let name = spec.address();
     let address: PciAddress = spec.body.parse()?;
     spec.finish()?;
     HostPciDevice::find(address)?.bind(may_unbind)?;
     let not_exported = (!may_pin).then_some(NO_EXPORT);
     let config = options.config(&name);
-    open_namespaces::<PciController>(PciConfig { address }, config, &namespaces, "NVMe over VFIO", not_exported)
+    open_namespaces::<PciController>(
+        PciConfig { address, interface },
+        config,
+        &namespaces,
+        "NVMe over VFIO",
+        not_exported,
+    )
 }
 
-/// Opens a controller for single commands, whose completions are polled: `pci:ADDRESS`, with `unbind` as its only
-/// option.
+/// Opens a controller for single commands, whose completions are polled: `pci:ADDRESS`, with `unbind` and `iommu`
+/// as its only options.
 pub(crate) fn open_controller(name: &str) -> Result<PciController, DeviceError> {
     let mut spec = Spec::parse(name)?;
     let may_unbind = take_unbind(&mut spec)?;
+    let interface = take_interface(&mut spec)?;
     let address = spec.body.parse()?;
     spec.finish()?;
     let function = HostPciDevice::find(address)?;
     function.bind(may_unbind)?;
-    Ok(PciController::attach(&function, &DmaDomain::new(|| ()), &[])?)
+    Ok(PciController::attach(&function, interface, &DmaDomain::new(|| ()), &[])?)
 }
 
 /// Whether the device may be taken from the kernel's driver.
 fn take_unbind(spec: &mut Spec) -> Result<bool, SpecError> {
     Ok(spec.take_switch("unbind")?.unwrap_or(false))
+}
+
+/// The kernel's interface to open the device by; unset for the best one.
+fn take_interface(spec: &mut Spec) -> Result<Option<VfioInterface>, SpecError> {
+    spec.take_with("iommu", "group or iommufd", |value| match value {
+        "group" => Some(VfioInterface::Group),
+        "iommufd" => Some(VfioInterface::Iommufd),
+        _ => None,
+    })
 }
 
 impl From<VfioError> for DeviceError {

@@ -38,7 +38,8 @@ fn names_that_are_wrong_say_what_would_be_right() {
         ("pci:nvme0", ["not a PCI address", "0000:00:10.0"]),
         ("pci:ffff:ff:1f.7", ["no such device", "lspci"]),
         ("pci:00:10.0?unbind=maybe", ["unbind=maybe", "on or off"]),
-        ("pci:00:10.0?pinned=on", ["pinned", "unbind, pin"]),
+        ("pci:00:10.0?iommu=type1", ["iommu=type1", "group or iommufd"]),
+        ("pci:00:10.0?pinned=on", ["pinned", "unbind, pin, iommu"]),
         (
             "floppy:a",
             [

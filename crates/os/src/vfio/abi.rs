@@ -1,4 +1,4 @@
-//! The VFIO calls of the kernel (`linux/vfio.h`), each as a safe function.
+//! The VFIO calls of the kernel (`linux/vfio.h`), each as a safe function. Those of iommufd are in `iommufd`.
 //!
 //! Structures are given with their size (`argsz`), so the kernel writes no byte beyond them. Variable parts are bytes,
 //! parsed by the callers. Unsafe: ioctls have no safe wrapper.
@@ -7,9 +7,12 @@ use std::ffi::CStr;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
+/// Number of VFIO's first call.
+pub(super) const FIRST_CALL: u64 = 100;
+
 /// `_IO(';', 100 + number)`.
-const fn request(number: u64) -> libc::c_ulong {
-    ((0x3b << 8) | (100 + number)) as libc::c_ulong
+pub(super) const fn request(number: u64) -> libc::c_ulong {
+    ((0x3b << 8) | (FIRST_CALL + number)) as libc::c_ulong
 }
 
 /// Version of the interface.
@@ -96,11 +99,26 @@ struct DmaUnmapArgument {
     size: u64,
 }
 
+#[repr(C)]
+struct BindArgument {
+    argsz: u32,
+    flags: u32,
+    iommufd: i32,
+    device: u32,
+}
+
+#[repr(C)]
+struct AttachArgument {
+    argsz: u32,
+    flags: u32,
+    ioas: u32,
+}
+
 /// Issues an ioctl with a pointer.
 ///
 /// # Safety
 /// `argument` is what the request takes: memory that the kernel may read and write as far as the request does.
-unsafe fn ioctl<T>(fd: BorrowedFd<'_>, number: u64, argument: *mut T) -> io::Result<i32> {
+pub(super) unsafe fn ioctl<T>(fd: BorrowedFd<'_>, number: u64, argument: *mut T) -> io::Result<i32> {
     // SAFETY: the descriptor is open; the argument is the caller's promise.
     let result = unsafe { libc::ioctl(fd.as_raw_fd(), request(number), argument) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
@@ -143,6 +161,23 @@ pub(super) fn open_device(group: BorrowedFd<'_>, name: &CStr) -> io::Result<Owne
     let descriptor = unsafe { ioctl(group, 6, name.as_ptr().cast_mut())? };
     // SAFETY: the kernel has made this descriptor for us.
     Ok(unsafe { OwnedFd::from_raw_fd(descriptor) })
+}
+
+/// Binds a device that was opened by its own node to an iommufd. It can be used from then on.
+pub(super) fn bind_iommufd(device: BorrowedFd<'_>, iommufd: BorrowedFd<'_>) -> io::Result<()> {
+    let argsz = size_of::<BindArgument>() as u32;
+    let mut bind = BindArgument { argsz, flags: 0, iommufd: iommufd.as_raw_fd(), device: 0 };
+    // SAFETY: the structure of this request as all kernels know it, of the size it names.
+    unsafe { ioctl(device, 18, &raw mut bind)? };
+    Ok(())
+}
+
+/// Has a device that is bound to an iommufd use this I/O address space of it.
+pub(super) fn attach_ioas(device: BorrowedFd<'_>, ioas: u32) -> io::Result<()> {
+    let mut attach = AttachArgument { argsz: size_of::<AttachArgument>() as u32, flags: 0, ioas };
+    // SAFETY: the structure of this request as all kernels know it, of the size it names.
+    unsafe { ioctl(device, 19, &raw mut attach)? };
+    Ok(())
 }
 
 pub(super) fn device_info(device: BorrowedFd<'_>) -> io::Result<DeviceDescription> {

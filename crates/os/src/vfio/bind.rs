@@ -201,15 +201,38 @@ impl HostPciDevice {
     /// Waits for the node of its group, which the system makes after the driver was changed.
     pub(super) fn group_node(&self) -> Result<(u32, PathBuf), VfioError> {
         let group = self.group()?;
-        let path = PathBuf::from(format!("/dev/vfio/{group}"));
-        for _ in 0..100 {
-            if path.exists() {
-                break;
-            }
-            std::thread::sleep(Duration::from_millis(10));
-        }
-        Ok((group, path))
+        Ok((group, awaited(PathBuf::from(format!("/dev/vfio/{group}")))))
     }
+
+    /// Whether its group has a node.
+    pub(super) fn has_group_node(&self) -> bool {
+        self.group_node().is_ok_and(|(_, path)| path.exists())
+    }
+
+    /// Waits for its own node, if the kernel has one for it: only for iommufd, and not in each kernel.
+    pub(super) fn device_node(&self) -> Option<PathBuf> {
+        Some(awaited(Path::new("/dev/vfio/devices").join(self.device_name()?)))
+    }
+
+    /// Name of its node. Kernels that have the device, but no node for it, have no number for one either.
+    fn device_name(&self) -> Option<String> {
+        let is_node = |folder: &PathBuf| folder.join("dev").exists();
+        let folder = entries(&self.folder.join("vfio-dev")).into_iter().find(is_node)?;
+        let name = folder.file_name()?.to_str()?;
+        let number = name.strip_prefix("vfio")?;
+        (!number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())).then(|| name.into())
+    }
+}
+
+/// The path, once it is there or a second has passed.
+fn awaited(path: PathBuf) -> PathBuf {
+    for _ in 0..100 {
+        if path.exists() {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    path
 }
 
 /// Entries of a folder; none if it cannot be read.
@@ -305,6 +328,20 @@ mod tests {
         let function = function(&root);
         assert_eq!(function.group().unwrap(), 7);
         assert_eq!(function.group_neighbours(), "0000:00:1f.2 (ahci)");
+    }
+
+    #[test]
+    fn node_of_a_device_is_found_only_where_the_kernel_has_one() {
+        let root = machine("0x010802", Some("vfio-pci"), true);
+        let function = function(&root);
+        assert_eq!(function.device_name(), None);
+        let folder = root.path().join("bus/pci/devices/0000:00:10.0/vfio-dev");
+        fs::create_dir_all(folder.join("vfio12")).unwrap();
+        assert_eq!(function.device_name(), None, "a kernel with groups only");
+        fs::write(folder.join("vfio12/dev"), "511:12\n").unwrap();
+        assert_eq!(function.device_name().as_deref(), Some("vfio12"));
+        fs::rename(folder.join("vfio12"), folder.join("vfio..")).unwrap();
+        assert_eq!(function.device_name(), None);
     }
 
     #[test]

@@ -1,24 +1,20 @@
 //! A PCI device that this process has open: regions, configuration space, interrupts, reset.
 //!
-//! A device is alone in its container. Dropping it disables bus mastering, unmaps all memory, and closes it.
+//! A device is alone in its I/O address space. Dropping it disables bus mastering, closes it, and unmaps all memory.
 
-use std::ffi::CString;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
-use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use blkyard_mem::{DmaDomain, Region};
 use blkyard_sys::EventFd;
 
 use crate::vfio::abi::{self, RegionDescription};
+use crate::vfio::address_space::AddressSpace;
 use crate::vfio::memory::VfioMemory;
-use crate::vfio::{HostPciDevice, PciAddress, VfioError};
-
-/// The container's node.
-const CONTAINER: &str = "/dev/vfio/vfio";
+use crate::vfio::{HostPciDevice, PciAddress, VfioError, VfioInterface};
 
 /// Offsets and bits of configuration space (PCI Local Bus 3.0, 6.1 and 6.8.2).
 const COMMAND: u64 = 0x04;
@@ -37,10 +33,9 @@ const CAPABILITIES_MAX: usize = 48;
 #[derive(Debug)]
 pub struct VfioDevice {
     address: PciAddress,
-    memory: Mutex<VfioMemory>,
+    /// Closed before the memory is unmapped.
     device: File,
-    /// Keeps the group in the container.
-    _group: OwnedFd,
+    memory: Mutex<VfioMemory>,
     config: u64,
     bar0: (u64, u64),
     /// Whether the device can be reset by itself.
@@ -50,33 +45,19 @@ pub struct VfioDevice {
 }
 
 impl VfioDevice {
-    /// Opens a device that the driver vfio-pci has. Memory and bus master are enabled.
+    /// Opens a device that the driver vfio-pci has, by this interface of the kernel. If unset, iommufd is used where the
+    /// kernel offers it for the device and this process may open it, and the group elsewhere. Memory and bus master are
+    /// enabled.
     ///
     /// # Errors
     /// See [`VfioError`].
-    pub fn open(function: &HostPciDevice) -> Result<VfioDevice, VfioError> {
+    pub fn open(function: &HostPciDevice, interface: Option<VfioInterface>) -> Result<VfioDevice, VfioError> {
+        let (opened, space) = AddressSpace::open(function, interface)?;
         let device = function.address();
-        let failed = |call| move |source| VfioError::System { device, call, source };
-        let (number, path) = function.group_node()?;
-        let group = open_node(device, &path)?;
-        let viable = abi::group_status(group.as_fd()).map_err(failed("VFIO_GROUP_GET_STATUS"))? & abi::GROUP_VIABLE;
-        if viable == 0 {
-            let others = function.group_neighbours();
-            return Err(VfioError::NotViable { device, group: number, others });
-        }
-        let container = open_node(device, Path::new(CONTAINER))?;
-        if !abi::is_supported(container.as_fd()).map_err(failed("VFIO_CHECK_EXTENSION"))? {
-            return Err(VfioError::Part { device, what: "IOMMU of a kind that VFIO supports (type 1, version 2)" });
-        }
-        abi::set_container(group.as_fd(), container.as_fd()).map_err(failed("VFIO_GROUP_SET_CONTAINER"))?;
-        abi::set_iommu(container.as_fd()).map_err(failed("VFIO_SET_IOMMU"))?;
-        let name = CString::new(device.to_string()).map_err(|_| VfioError::Missing { device })?;
-        let opened = abi::open_device(group.as_fd(), &name).map_err(failed("VFIO_GROUP_GET_DEVICE_FD"))?;
-        let memory = VfioMemory::new(device, container)?;
-        VfioDevice::with(device, opened, group, memory)
+        VfioDevice::with(device, opened, VfioMemory::new(device, space)?)
     }
 
-    fn with(device: PciAddress, opened: OwnedFd, group: OwnedFd, memory: VfioMemory) -> Result<VfioDevice, VfioError> {
+    fn with(device: PciAddress, opened: OwnedFd, memory: VfioMemory) -> Result<VfioDevice, VfioError> {
         let failed = |call| move |source| VfioError::System { device, call, source };
         let fd = opened.as_fd();
         let info = abi::device_info(fd).map_err(failed("VFIO_DEVICE_GET_INFO"))?;
@@ -96,9 +77,8 @@ impl VfioDevice {
         }
         let opened = VfioDevice {
             address: device,
-            memory: Mutex::new(memory),
             device: opened.into(),
-            _group: group,
+            memory: Mutex::new(memory),
             config: config.offset,
             bar0: (offset, size),
             is_resettable: info.flags & abi::DEVICE_RESET != 0,
@@ -243,18 +223,4 @@ impl Drop for VfioDevice {
     fn drop(&mut self) {
         self.disable_bus_master();
     }
-}
-
-/// Opens a node of VFIO.
-fn open_node(device: PciAddress, path: &Path) -> Result<OwnedFd, VfioError> {
-    let opened = File::options().read(true).write(true).open(path);
-    opened.map(OwnedFd::from).map_err(|error| {
-        let cure = match error.kind() {
-            io::ErrorKind::ResourceBusy => "another process has the device; end it first",
-            io::ErrorKind::PermissionDenied => "give the user of this process read and write permission",
-            io::ErrorKind::NotFound => "load the kernel's modules vfio-pci and vfio_iommu_type1",
-            _ => "see the kernel's log",
-        };
-        VfioError::Open { device, path: path.display().to_string(), cause: format!("{error}; {cure}") }
-    })
 }

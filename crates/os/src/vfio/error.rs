@@ -80,7 +80,22 @@ pub enum VfioError {
         /// The devices, with their drivers.
         others: String,
     },
-    /// The group or the container cannot be opened.
+    /// Another process has the device.
+    #[error("pci:{device}: another process has the device; end it first")]
+    Busy {
+        /// The device.
+        device: PciAddress,
+    },
+    /// The kernel has no node for the device, so that iommufd cannot be used.
+    #[error(
+        "pci:{device}: the kernel offers no iommufd for it (no CONFIG_IOMMUFD or CONFIG_VFIO_DEVICE_CDEV); give \
+         iommu=group or leave iommu out"
+    )]
+    NoIommufd {
+        /// The device.
+        device: PciAddress,
+    },
+    /// A node of the device, of its group, of the containers or of iommufd cannot be opened.
     #[error("pci:{device}: cannot open {path}: {cause}")]
     Open {
         /// The device.

@@ -1,4 +1,4 @@
-//! Device addresses (IOVAs) of a container: which are free.
+//! Device addresses (IOVAs) of an I/O address space: which are free.
 //!
 //! Addresses of a process may lie beyond what an IOMMU translates, or where it has its interrupts, so they are not used
 //! as device addresses.
@@ -26,7 +26,8 @@ impl IovaSpace {
         for &(first, last) in &self.ranges {
             let mut at = first.max(FIRST);
             loop {
-                let start = at.checked_sub(offset).map_or(Some(0), |at| at.checked_next_multiple_of(align))? + offset;
+                let multiple = at.checked_sub(offset).map_or(Some(0), |at| at.checked_next_multiple_of(align))?;
+                let start = multiple.checked_add(offset)?;
                 let end = start.checked_add(len)?;
                 if end - 1 > last {
                     break;
@@ -74,5 +75,12 @@ mod tests {
         assert_eq!(space.take(HUGE * 4, 0x1000, 0), Some(0xfef0_0000));
         assert_eq!(space.take(u64::MAX, 0x1000, 0), None);
         assert_eq!(space.take(0x80_0000_0000, 0x1000, 0), None);
+    }
+
+    #[test]
+    fn nothing_fits_behind_the_last_address() {
+        let mut space = IovaSpace::new(vec![(u64::MAX - 5, u64::MAX)]);
+        assert_eq!(space.take(0x1000, 0x1000, 0), None);
+        assert_eq!(space.take(HUGE, HUGE, HUGE - 0x1000), None);
     }
 }

@@ -7,14 +7,13 @@
 //! them has allocated all their pages, so that fewer are a sign of it.
 
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use blkyard_mem::{DmaDomain, PAGE_BYTES, Region};
 use rustix::fs::fstat;
 use rustix::process::{Resource, getrlimit};
 
-use crate::vfio::abi;
+use crate::vfio::address_space::AddressSpace;
 use crate::vfio::iova::IovaSpace;
 use crate::vfio::{PciAddress, VfioError};
 
@@ -36,12 +35,12 @@ struct MappedRegion {
     is_returned: bool,
 }
 
-/// The container of a device, and the memory mapped there.
+/// The I/O address space of a device, and the memory mapped there.
 #[derive(Debug)]
 pub(super) struct VfioMemory {
     device: PciAddress,
-    container: OwnedFd,
-    space: IovaSpace,
+    space: AddressSpace,
+    iovas: IovaSpace,
     listed: Vec<MappedRegion>,
     /// Changes of the domain's list handled so far.
     seen: u64,
@@ -50,14 +49,14 @@ pub(super) struct VfioMemory {
 }
 
 impl VfioMemory {
-    pub(super) fn new(device: PciAddress, container: OwnedFd) -> Result<VfioMemory, VfioError> {
-        let ranges = abi::iova_ranges(container.as_fd());
-        let ranges = ranges.map_err(|source| VfioError::System { device, call: "VFIO_IOMMU_GET_INFO", source })?;
+    pub(super) fn new(device: PciAddress, space: AddressSpace) -> Result<VfioMemory, VfioError> {
+        let [call, _] = space.calls();
+        let ranges = space.iova_ranges().map_err(|source| VfioError::System { device, call, source })?;
         if ranges.is_empty() {
             return Err(VfioError::Part { device, what: "list of usable I/O addresses (Linux 5.4)" });
         }
-        let (space, listed) = (IovaSpace::new(ranges), Vec::new());
-        Ok(VfioMemory { device, container, space, listed, seen: 0, returned_bytes: 0 })
+        let (iovas, listed) = (IovaSpace::new(ranges), Vec::new());
+        Ok(VfioMemory { device, space, iovas, listed, seen: 0, returned_bytes: 0 })
     }
 
     /// Maps new regions of the domain and unmaps removed ones.
@@ -105,10 +104,10 @@ impl VfioMemory {
     }
 
     fn look_for_returned(&mut self) {
-        let VfioMemory { device, container, listed, returned_bytes, .. } = self;
+        let VfioMemory { device, space, listed, returned_bytes, .. } = self;
         for listed in listed.iter_mut().filter(|listed| listed.is_mapped()) {
             if blocks(&listed.region) < listed.blocks {
-                if !listed.unmap(*device, container) {
+                if !listed.unmap(*device, space) {
                     listed.place = None;
                 }
                 listed.is_returned = true;
@@ -135,13 +134,13 @@ impl VfioMemory {
         let (vaddr, lead) = (first / page * page, first % page);
         let size = (lead + bytes).next_multiple_of(page);
         let align = if size < HUGE_BYTES { page } else { HUGE_BYTES };
-        let taken = self.space.take(size, align, vaddr % align);
+        let taken = self.iovas.take(size, align, vaddr % align);
         let mapped = taken.ok_or(VfioError::Addresses { device, bytes }).and_then(|iova| {
             // SAFETY: the pages of a region are mapped as long as it lives, and anyone may write to it; it is listed,
             // and so kept alive, until it is unmapped.
-            unsafe { abi::map_dma(self.container.as_fd(), vaddr, iova, size) }.map_err(|error| {
-                self.space.give_back(iova);
-                map_error(device, bytes, error)
+            unsafe { self.space.map(vaddr, iova, size) }.map_err(|error| {
+                self.iovas.give_back(iova);
+                map_error(device, &self.space, bytes, error)
             })?;
             Ok((iova, size))
         });
@@ -152,9 +151,9 @@ impl VfioMemory {
 
     /// Unmaps a region that is no longer listed, and gives its place back.
     fn unmap(&mut self, listed: &MappedRegion) {
-        let is_free = listed.is_returned || listed.unmap(self.device, &self.container);
+        let is_free = listed.is_returned || listed.unmap(self.device, &self.space);
         if let Some((iova, _)) = listed.place.filter(|_| is_free) {
-            self.space.give_back(iova);
+            self.iovas.give_back(iova);
         }
     }
 }
@@ -167,9 +166,9 @@ impl MappedRegion {
 
     /// Unmaps it, if it has a place. A region that cannot be unmapped is leaked, with its place: the device may access
     /// it until this process ends.
-    fn unmap(&self, device: PciAddress, container: &OwnedFd) -> bool {
+    fn unmap(&self, device: PciAddress, space: &AddressSpace) -> bool {
         let Some((iova, size)) = self.place else { return true };
-        let unmapped = abi::unmap_dma(container.as_fd(), iova, size);
+        let unmapped = space.unmap(iova, size);
         if let Err(error) = &unmapped {
             tracing::error!("pci:{device}: memory at I/O address {iova:#x} cannot be unmapped: {error}");
             std::mem::forget(Arc::clone(&self.region));
@@ -192,21 +191,26 @@ fn blocks(region: &Region) -> Option<u64> {
     fstat(file).ok().map(|found| found.st_blocks.cast_unsigned())
 }
 
-fn map_error(device: PciAddress, bytes: u64, error: io::Error) -> VfioError {
+fn map_error(device: PciAddress, space: &AddressSpace, bytes: u64, error: io::Error) -> VfioError {
     match error.raw_os_error() {
         Some(libc::ENOMEM | libc::EPERM) => {
             let limit = getrlimit(Resource::Memlock).current;
             let limit = limit.map_or("unlimited".into(), |limit| format!("{limit} bytes"));
-            VfioError::Locked { device, bytes, cause: format!("{error}; the limit on locked memory is {limit}") }
+            let owner = space.accounted_to();
+            let cause = format!("{error}; the limit on locked memory of {owner} is {limit}");
+            VfioError::Locked { device, bytes, cause }
         }
         // More mappings than `dma_entry_limit` of the module vfio_iommu_type1.
         Some(libc::ENOSPC) => VfioError::Addresses { device, bytes },
-        _ => VfioError::System { device, call: "VFIO_IOMMU_MAP_DMA", source: error },
+        _ => VfioError::System { device, call: space.calls()[1], source: error },
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::fs::File;
+    use std::os::fd::{AsFd, OwnedFd};
+
     use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, ftruncate, memfd_create};
 
     use super::*;
@@ -222,16 +226,27 @@ mod tests {
         (file, region)
     }
 
-    /// Memory with one region listed. The container is none: what is unmapped there stays mapped, as far as it knows.
+    /// Descriptors that refuse each call: what is unmapped there stays mapped, as far as they know.
+    fn spaces() -> [AddressSpace; 2] {
+        let null = || OwnedFd::from(File::open("/dev/null").unwrap());
+        let container = AddressSpace::Container { container: null(), _group: null() };
+        [container, AddressSpace::Ioas { iommufd: null(), id: 1 }]
+    }
+
+    /// Memory with one region listed, in a space that refuses each call.
     fn memory_with(region: &Arc<Region>) -> VfioMemory {
-        let mut space = IovaSpace::new(vec![(0, 4 * BYTES - 1)]);
-        let place = space.take(BYTES, PAGE_BYTES as u64, 0).map(|iova| (iova, BYTES));
+        memory_in(spaces().into_iter().next().unwrap(), region)
+    }
+
+    fn memory_in(space: AddressSpace, region: &Arc<Region>) -> VfioMemory {
+        let mut iovas = IovaSpace::new(vec![(0, 4 * BYTES - 1)]);
+        let place = iovas.take(BYTES, PAGE_BYTES as u64, 0).map(|iova| (iova, BYTES));
         let listed =
             MappedRegion { region: Arc::clone(region), place, lead: 0, blocks: blocks(region), is_returned: false };
         VfioMemory {
             device: "0000:01:00.0".parse().unwrap(),
-            container: std::fs::File::open("/dev/null").unwrap().into(),
             space,
+            iovas,
             listed: vec![listed],
             seen: 0,
             returned_bytes: 0,
@@ -273,9 +288,36 @@ mod tests {
         let mut memory = memory_with(&region);
         let (iova, _) = memory.listed[0].place.unwrap();
         memory.listed[0].is_returned = true;
-        assert_ne!(memory.space.take(BYTES, PAGE_BYTES as u64, 0), Some(iova));
+        assert_ne!(memory.iovas.take(BYTES, PAGE_BYTES as u64, 0), Some(iova));
         let listed = memory.listed.remove(0);
         memory.unmap(&listed);
-        assert_eq!(memory.space.take(BYTES, PAGE_BYTES as u64, 0), Some(iova), "no command names it any more");
+        assert_eq!(memory.iovas.take(BYTES, PAGE_BYTES as u64, 0), Some(iova), "no command names it any more");
+    }
+    #[test]
+    fn memory_that_stays_mapped_is_kept_in_both_interfaces() {
+        for space in spaces() {
+            let (_file, region) = memory_of_others();
+            let mut memory = memory_in(space, &region);
+            let listed = memory.listed.remove(0);
+            let (iova, _) = listed.place.unwrap();
+            memory.unmap(&listed);
+            drop(listed);
+            assert_eq!(Arc::strong_count(&region), 2, "leaked, as the device may access it");
+            assert_ne!(memory.iovas.take(BYTES, PAGE_BYTES as u64, 0), Some(iova));
+        }
+    }
+
+    #[test]
+    fn errors_of_a_mapping_name_the_limit_and_the_call() {
+        let device = "0000:01:00.0".parse().unwrap();
+        let [container, ioas] = spaces();
+        let error = |space, code| map_error(device, space, 4096, io::Error::from_raw_os_error(code)).to_string();
+        for (space, owner) in [(&container, "this process"), (&ioas, "all processes of this user")] {
+            let said = error(space, libc::ENOMEM);
+            assert!(said.contains("ulimit -l") && said.contains(owner), "{said}");
+            assert!(error(space, libc::ENOSPC).contains("no I/O address is free"));
+        }
+        assert!(error(&container, libc::EEXIST).contains("VFIO_IOMMU_MAP_DMA failed: File exists"));
+        assert!(error(&ioas, libc::EADDRINUSE).contains("IOMMU_IOAS_MAP failed: Address already in use"));
     }
 }

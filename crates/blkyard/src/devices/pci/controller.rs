@@ -11,7 +11,7 @@ use std::time::Duration;
 use blkyard_attach::{HostParts, NvmeTransport};
 use blkyard_mem::{DmaDomain, Region, View};
 use blkyard_nvme::{ControllerTransport, DeviceGone};
-use blkyard_os::{HostPciDevice, PciAddress, VfioDevice, VfioError, now_ns};
+use blkyard_os::{HostPciDevice, PciAddress, VfioDevice, VfioError, VfioInterface, now_ns};
 use blkyard_sys::EventFd;
 
 /// Offset of the doorbells in BAR 0 (NVMe over PCIe 1.0, 3.1.2).
@@ -35,6 +35,8 @@ const SHUTDOWN_LIMIT: Duration = Duration::from_secs(5);
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PciConfig {
     pub(super) address: PciAddress,
+    /// Interface of the kernel to open it by; unset for the best one.
+    pub(super) interface: Option<VfioInterface>,
 }
 
 /// An NVMe controller that this process has open through VFIO.
@@ -57,12 +59,13 @@ impl PciController {
     /// these eventfds, as far as it has vectors.
     pub(super) fn attach(
         function: &HostPciDevice,
+        interface: Option<VfioInterface>,
         domain: &Arc<DmaDomain>,
         eventfds: &[Arc<EventFd>],
     ) -> Result<PciController, VfioError> {
         // Whoever has it meanwhile keeps it.
         function.bind(false)?;
-        let device = VfioDevice::open(function)?;
+        let device = VfioDevice::open(function, interface)?;
         let bar0 = device.map_bar0()?;
         let part = |what| VfioError::Part { device: function.address(), what };
         let bytes = bar0.len() as u64;
@@ -114,8 +117,8 @@ impl NvmeTransport for PciController {
     type Config = PciConfig;
 
     fn open(config: &PciConfig, parts: &HostParts) -> Result<PciController, String> {
-        let function = HostPciDevice::find(config.address);
-        let opened = function.and_then(|function| PciController::attach(&function, &parts.domain, &parts.eventfds));
+        let open = |function| PciController::attach(&function, config.interface, &parts.domain, &parts.eventfds);
+        let opened = HostPciDevice::find(config.address).and_then(open);
         opened.map_err(|error| error.to_string())
     }
 
