@@ -188,6 +188,12 @@ impl<'a> Vm<'a> {
         self
     }
 
+    /// Has the guest boot this kernel.
+    pub fn kernel(mut self, kernel: Kernel) -> Self {
+        self.kernel = kernel;
+        self
+    }
+
     /// Starts so many of the processors; the others are there, and the task may start them. Many at once make a boot
     /// slow.
     pub fn online(mut self, processors: u16) -> Self {

@@ -1,5 +1,5 @@
 //! The test guest: a kernel, an initramfs and the programs that drive them, all from Debian packages, and one program
-//! that Debian has as source only.
+//! and some modules of a kernel that Debian has as source only.
 //!
 //! Nothing is installed and no root rights are needed. Each part is built in a temporary folder, moved to its place as
 //! a whole, and stamped afterwards, so an interrupted build is never used. A stamp holds the part's recipe; a part
@@ -8,6 +8,7 @@
 mod apt;
 mod controller;
 mod initramfs;
+mod iommufd;
 mod kernel;
 mod parts;
 
@@ -31,6 +32,9 @@ const QEMU_SUITE: &str = "trixie-backports";
 
 /// The first release whose kernel supports in-order rings (VIRTIO_F_IN_ORDER): Linux 7.3 does, 6.12 does not.
 const NEW_KERNEL_SUITE: &str = QEMU_SUITE;
+
+/// The part with the modules of VFIO and iommufd.
+const IOMMUFD: &str = "iommufd";
 
 /// Time limit for a busy machine to build one small file.
 const COMPILER_LIMIT: Duration = Duration::from_mins(2);
@@ -84,6 +88,17 @@ impl Guest {
             fs::copy(&from, to.join(name)).with_context(|| format!("cannot copy {}", from.display()))?;
         }
         Ok(())
+    }
+
+    /// Copies the modules of VFIO with iommufd for [`Kernel::New`] to a folder for the guest, and returns their names in
+    /// the order in which they are loaded.
+    pub fn copy_iommufd(&self, to: &Path) -> Result<Vec<String>> {
+        let copy = |from: PathBuf| {
+            let name = from.file_name().context("a module without a name")?.to_string_lossy().into_owned();
+            fs::copy(&from, to.join(&name)).with_context(|| format!("cannot copy {}", from.display()))?;
+            Ok(name)
+        };
+        iommufd::modules(&self.folder.join(IOMMUFD)).into_iter().map(copy).collect()
     }
 
     /// Search path for programs of the guest, with precedence over the machine's.
@@ -212,6 +227,10 @@ impl<'a> Builder<'a> {
             }
             made |= self.part(initramfs, &recipe, |new| initramfs::build(self.folder, kernel, new))?;
         }
+        let [kernel, _] = Kernel::New.parts();
+        let recipe = iommufd::recipe(&self.folder_contents(kernel)?);
+        let kernel = self.folder.join(kernel);
+        made |= self.part(IOMMUFD, &recipe, |new| iommufd::build(self.qemu()?, self.folder, &kernel, new))?;
         if made {
             // Half of the size, and not needed after unpacking.
             remove(&self.folder.join("apt"))?;
@@ -249,8 +268,7 @@ impl<'a> Builder<'a> {
 
     /// Packages of a part, with their versions.
     fn folder_contents(&self, part: &str) -> Result<String> {
-        let path = self.folder.join(part).join(parts::CONTENTS);
-        fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))
+        parts::contents(&self.folder.join(part))
     }
 
     fn userland(&self) -> Result<&Suite> {

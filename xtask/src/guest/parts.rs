@@ -126,6 +126,12 @@ pub fn unpack(debs: &[PathBuf], root: &Path) -> Result<()> {
     fs::write(root.join(CONTENTS), contents).with_context(|| format!("cannot write into {}", root.display()))
 }
 
+/// Packages of a part, with their versions.
+pub fn contents(part: &Path) -> Result<String> {
+    let path = part.join(CONTENTS);
+    fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))
+}
+
 /// Writes the scripts that run programs of the parts; they find the parts relative to their own folder.
 pub fn programs(guest: &Path, new: &Path) -> Result<()> {
     for (part, path, arguments) in PROGRAMS {

@@ -8,6 +8,7 @@ use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
 use super::{MIB, RunsIn, Scenario, ScenarioContext};
+use crate::guest::Kernel;
 use crate::vm::Vm;
 
 pub const SCENARIOS: &[Scenario] = &[
@@ -24,6 +25,13 @@ pub const SCENARIOS: &[Scenario] = &[
         place: RunsIn::Guest,
         ours: true,
         tell: unplug,
+    },
+    Scenario {
+        name: "nvme-pci-iommufd",
+        sentence: "pci: uses iommufd where the kernel has it, on request the group, and survives a reset and an unplug there",
+        place: RunsIn::Guest,
+        ours: true,
+        tell: iommufd,
     },
     Scenario {
         name: "nvme-pci-premapped",
@@ -47,8 +55,12 @@ pub(super) const SHELL: &str = "set -e
     }
     ";
 
-/// What every task begins with.
+/// What every task begins with, with the modules of the guest's kernel.
 const PRELUDE: &str = "modprobe -a nvme vfio_pci vfio_iommu_type1 ext4
+    ";
+
+/// What follows the modules.
+const MACHINE: &str = "
     until [ -b /dev/nvme0n1 ]; do sleep 0.1; done
     device=0000:01:00.0
     returned() {
@@ -63,7 +75,7 @@ const PRELUDE: &str = "modprobe -a nvme vfio_pci vfio_iommu_type1 ext4
 fn pci(ground: &ScenarioContext) -> Result<()> {
     let image = ground.image("nvme.img", 64 * MIB)?;
     let task = format!(
-        "{SHELL}{PRELUDE}
+        "{SHELL}{PRELUDE}{MACHINE}
         refused 'driver nvme has it' blkyard bench pci:$device --rw read
         refused 'no such device' blkyard bench pci:0000:7f:00.0 --rw read
         refused 'not an NVMe controller' blkyard bench pci:0000:00:1f.2 --rw read
@@ -85,6 +97,8 @@ fn pci(ground: &ScenarioContext) -> Result<()> {
         returned
         echo asked
         blkyard bench \"pci:$device?unbind=on&queues=2\" --rw randwrite $load
+        grep -q 'opened through IOMMU group' /tmp/said || {{ cat /tmp/said; exit 1; }}
+        refused 'the kernel offers no iommufd' blkyard bench \"pci:$device?iommu=iommufd\" --rw read
         echo written
         blkyard bench \"pci:$device?queues=2\" --rw randread $load
         returned
@@ -120,7 +134,7 @@ fn pci(ground: &ScenarioContext) -> Result<()> {
 fn unplug(ground: &ScenarioContext) -> Result<()> {
     let image = ground.image("nvme.img", 64 * MIB)?;
     let task = format!(
-        "{SHELL}{PRELUDE}
+        "{SHELL}{PRELUDE}{MACHINE}
         /host/blkyard bench \"pci:$device?unbind=on&gone_s=3\" --rw randwrite --bs 4k --iodepth 16 --runtime 1000 >/tmp/bench 2>&1 &
         bench=$!
         until grep -q vfio-msix /proc/interrupts; do sleep 0.1; done
@@ -140,11 +154,82 @@ fn unplug(ground: &ScenarioContext) -> Result<()> {
     Ok(())
 }
 
+/// Debian's newer kernel, with modules that its own lack.
+fn iommufd(ground: &ScenarioContext) -> Result<()> {
+    let image = ground.image("nvme.img", 64 * MIB)?;
+    let folder = program_folder(ground)?;
+    let modules = ground.guest.copy_iommufd(&folder)?;
+    let modules: Vec<_> = modules.iter().map(|module| format!("insmod /host/{module}\n")).collect();
+    let modules = modules.concat();
+    let task = format!(
+        "{SHELL}modprobe -a nvme irqbypass
+        {modules}{MACHINE}
+        # Waits for interrupts of a program, and says which nodes of VFIO and iommufd it has open.
+        nodes() {{
+            until grep -q vfio-msix /proc/interrupts; do sleep 0.1; done
+            for fd in /proc/$1/fd/*; do readlink $fd || true; done | grep -E '^/dev/(vfio|iommu)' | sort -u >/tmp/nodes
+            echo $(sed 's/[0-9][0-9]*$/N/' /tmp/nodes)
+        }}
+        blkyard bench \"pci:$device?unbind=on&queues=2\" --rw randwrite $load
+        grep -q 'opened through iommufd' /tmp/said || {{ cat /tmp/said; exit 1; }}
+        blkyard bench \"pci:$device?queues=2\" --rw randread $load
+        returned
+        blkyard bench file:/dev/nvme0n1 --rw read $load
+        echo verified
+        /host/blkyard bench \"pci:$device?unbind=on&timeout_s=2\" --rw randwrite --bs 4k --iodepth 16 --runtime 5 >/tmp/bench 2>&1 &
+        bench=$!
+        nodes $bench
+        refused 'another process has the device' blkyard bench pci:$device --rw read
+        refused 'another process has the device' blkyard bench \"pci:$device?iommu=group\" --rw read
+        echo 1 >/sys/bus/pci/devices/$device/reset
+        wait $bench || {{ cat /tmp/bench; exit 1; }}
+        grep -q 'the controller is reset' /tmp/bench || {{ cat /tmp/bench; exit 1; }}
+        echo reset
+        (ulimit -l 64; refused 'of all processes of this user is 65536' /usr/bin/setpriv --bounding-set -ipc_lock \
+            /host/blkyard bench pci:$device --rw read)
+        # A user who may open the group only.
+        chmod 0 /dev/iommu
+        confined() {{ /usr/bin/setpriv --bounding-set -dac_override /host/blkyard bench \"pci:$device$1\" --rw read --runtime 1; }}
+        refused '/dev/iommu: Permission denied' confined '?iommu=iommufd'
+        confined >/tmp/confined 2>&1 && grep -q 'opened through IOMMU group' /tmp/confined || {{ cat /tmp/confined; exit 1; }}
+        chmod 600 /dev/iommu
+        /host/blkyard bench \"pci:$device?iommu=group\" --rw randread --bs 4k --runtime 2 >/tmp/bench 2>&1 &
+        bench=$!
+        nodes $bench
+        refused 'another process has the device' blkyard bench \"pci:$device?iommu=iommufd\" --rw read
+        wait $bench || {{ cat /tmp/bench; exit 1; }}
+        /host/blkyard bench \"pci:$device?gone_s=2\" --rw randwrite --bs 4k --iodepth 16 --runtime 1000 >/tmp/bench 2>&1 &
+        bench=$!
+        nodes $bench
+        sleep 1
+        echo running
+        until [ ! -e /sys/bus/pci/devices/$device ]; do sleep 0.1; done
+        echo released
+        if wait $bench; then echo 'the load did not fail'; exit 1; fi
+        grep -q 'the device is unplugged' /tmp/bench || {{ cat /tmp/bench; exit 1; }}
+        # Nothing was left mapped or in use.
+        ! grep -q 'cannot be unmapped' /tmp/bench || {{ cat /tmp/bench; exit 1; }}
+        ! dmesg | grep -E 'WARNING|BUG:|Oops' || exit 1
+        echo failed"
+    );
+    let vm = Vm::new(ground.guest, 2).kernel(Kernel::New).nvme(image.path.clone()).folder(folder);
+    let mut machine = vm.start(&task)?;
+    machine.wait_for_output(|output| output.contains("running\n"))?;
+    machine.pull_nvme(0).context("of the controller")?;
+    let output = machine.wait()?.success()?;
+    // No group and no container is open beside iommufd, and no iommufd beside the group.
+    let by_iommufd = "/dev/iommu /dev/vfio/devices/vfioN";
+    let wanted =
+        ["verified", by_iommufd, "reset", "/dev/vfio/N /dev/vfio/vfio", by_iommufd, "running", "released", "failed"];
+    ensure!(output.lines().eq(wanted), "the guest says:\n{output}");
+    Ok(())
+}
+
 /// Each size in both kinds of memory. The figures are of an emulated machine, and only reported.
 fn premapped(ground: &ScenarioContext) -> Result<()> {
     let image = ground.image("nvme.img", 64 * MIB)?;
     let task = format!(
-        "{SHELL}{PRELUDE}
+        "{SHELL}{PRELUDE}{MACHINE}
         /host/blkyard study premapped --quick --json --device \"pci:$device?unbind=on\" 2>/tmp/said || {{
             cat /tmp/said
             exit 1
