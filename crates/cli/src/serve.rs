@@ -69,7 +69,8 @@ pub struct ServeArgs {
     /// completions in the driver's poll queues).
     ///
     /// pci:ADDRESS, a namespace of an NVMe controller of this machine, through VFIO: unbind=on to take it from the
-    /// kernel's driver, pin=on to allow exports, other options as for vfio-user:SOCKET.
+    /// kernel's driver, iommu=group|iommufd for one interface of the kernel, pin=on to allow exports, other options as
+    /// for vfio-user:SOCKET.
     ///
     /// ram:SIZE and null:SIZE, memory and a null device: readonly, cache, block_size, latency_us, mbps, discard=on|off,
     /// max_sectors, virt_boundary=on|off.
