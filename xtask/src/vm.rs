@@ -359,7 +359,7 @@ pub fn start_command_line(guest: &Guest, line: &str, task: &str) -> Result<Machi
 
 /// Gives the guest the folder of the host.
 const MOUNT_FOLDER: &str = "modprobe -a 9p 9pnet_virtio && mkdir /host &&
-    mount -t 9p -o trans=virtio,version=9p2000.L,ro host /host || exit 1";
+    mount -t 9p -o trans=virtio,version=9p2000.L,ro,cache=loose host /host || exit 1";
 
 /// Gives the guest the addresses of QEMU's user network.
 const START_NETWORK: &str = "modprobe virtio_net && until test -e /sys/class/net/eth0; do sleep 0.1; done &&
