@@ -32,8 +32,8 @@ const SOURCES: &[&str] = &["*/drivers/iommu/*.h", "*/drivers/iommu/iommufd", "*/
 
 /// The configuration that Debian's kernel lacks, for make and for the compiler.
 const SET: &[(&str, &str)] = &[("CONFIG_IOMMUFD", "m"), ("CONFIG_VFIO_DEVICE_CDEV", "y")];
-/// What Debian's configuration has and this build leaves out: other drivers, information for debuggers, and an option of
-/// the compiler that older ones lack.
+/// What Debian's configuration has and this build leaves out: other drivers, information for debuggers, and an option
+/// of the compiler that older ones lack.
 const UNSET: &[&str] = &[
     "CONFIG_VFIO_MDEV",
     "CONFIG_VFIO_PLATFORM_BASE",

@@ -90,8 +90,8 @@ impl Guest {
         Ok(())
     }
 
-    /// Copies the modules of VFIO with iommufd for [`Kernel::New`] to a folder for the guest, and returns their names in
-    /// the order in which they are loaded.
+    /// Copies the modules of VFIO with iommufd for [`Kernel::New`] to a folder for the guest, and returns their names
+    /// in the order in which they are loaded.
     pub fn copy_iommufd(&self, to: &Path) -> Result<Vec<String>> {
         let copy = |from: PathBuf| {
             let name = from.file_name().context("a module without a name")?.to_string_lossy().into_owned();

@@ -176,24 +176,21 @@ fn iommufd(ground: &ScenarioContext) -> Result<()> {
         returned
         blkyard bench file:/dev/nvme0n1 --rw read $load
         echo verified
-        /host/blkyard bench \"pci:$device?unbind=on&timeout_s=2\" --rw randwrite --bs 4k --iodepth 16 --runtime 5 >/tmp/bench 2>&1 &
+        /host/blkyard bench \"pci:$device?unbind=on&timeout_s=2\" --rw randwrite --bs 4k --iodepth 16 --runtime 7 >/tmp/bench 2>&1 &
         bench=$!
         nodes $bench
-        refused 'another process has the device' blkyard bench pci:$device --rw read
-        refused 'another process has the device' blkyard bench \"pci:$device?iommu=group\" --rw read
+        sleep 1
         echo 1 >/sys/bus/pci/devices/$device/reset
         wait $bench || {{ cat /tmp/bench; exit 1; }}
         grep -q 'the controller is reset' /tmp/bench || {{ cat /tmp/bench; exit 1; }}
         echo reset
-        (ulimit -l 64; refused 'of all processes of this user is 65536' /usr/bin/setpriv --bounding-set -ipc_lock \
-            /host/blkyard bench pci:$device --rw read)
         # A user who may open the group only.
         chmod 0 /dev/iommu
         confined() {{ /usr/bin/setpriv --bounding-set -dac_override /host/blkyard bench \"pci:$device$1\" --rw read --runtime 1; }}
         refused '/dev/iommu: Permission denied' confined '?iommu=iommufd'
         confined >/tmp/confined 2>&1 && grep -q 'opened through IOMMU group' /tmp/confined || {{ cat /tmp/confined; exit 1; }}
         chmod 600 /dev/iommu
-        /host/blkyard bench \"pci:$device?iommu=group\" --rw randread --bs 4k --runtime 2 >/tmp/bench 2>&1 &
+        /host/blkyard bench \"pci:$device?iommu=group\" --rw randread --bs 4k --runtime 6 >/tmp/bench 2>&1 &
         bench=$!
         nodes $bench
         refused 'another process has the device' blkyard bench \"pci:$device?iommu=iommufd\" --rw read
@@ -201,7 +198,8 @@ fn iommufd(ground: &ScenarioContext) -> Result<()> {
         /host/blkyard bench \"pci:$device?gone_s=2\" --rw randwrite --bs 4k --iodepth 16 --runtime 1000 >/tmp/bench 2>&1 &
         bench=$!
         nodes $bench
-        sleep 1
+        refused 'another process has the device' blkyard bench pci:$device --rw read
+        refused 'another process has the device' blkyard bench \"pci:$device?iommu=group\" --rw read
         echo running
         until [ ! -e /sys/bus/pci/devices/$device ]; do sleep 0.1; done
         echo released

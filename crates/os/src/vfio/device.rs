@@ -45,9 +45,9 @@ pub struct VfioDevice {
 }
 
 impl VfioDevice {
-    /// Opens a device that the driver vfio-pci has, by this interface of the kernel. If unset, iommufd is used where the
-    /// kernel offers it for the device and this process may open it, and the group elsewhere. Memory and bus master are
-    /// enabled.
+    /// Opens a device that the driver vfio-pci has, by this interface of the kernel. If unset, iommufd is used where
+    /// the kernel offers it for the device and this process may open it, and the group elsewhere. Memory and bus master
+    /// are enabled.
     ///
     /// # Errors
     /// See [`VfioError`].
