@@ -9,7 +9,7 @@ use blkyard_mem::View;
 use blkyard_mq::QueueCounts;
 
 use crate::host::admin::{ADMIN_TIMEOUT_NS, AdminData, AdminMemory, AdminQueue};
-use crate::host::host_controller::{AdminPurpose, HostPhase, PhaseChanged};
+use crate::host::host_controller::{AdminPurpose, HostPhase};
 use crate::host::io_queues::IoQueueSlot;
 use crate::host::negotiate::{doorbell_queues, granted, queues_dword, ring_entries, split, vector};
 use crate::host::nvm_limits::NvmLimits;
@@ -64,24 +64,15 @@ impl<T: ControllerTransport> HostController<T> {
             self.phase = HostPhase::Enable(Enable::new(admin.rings()));
             return;
         }
-        match AdminMemory::new(&self.transport) {
-            Ok(memory) => {
+        let made = AdminMemory::new(&self.transport)
+            .and_then(|memory| Ok((memory.rings(&self.transport).ok_or(NvmeHostError::Memory)?, memory)));
+        match made {
+            Ok((rings, memory)) => {
                 self.admin_memory = Some(memory);
-                self.phase = HostPhase::Map { until_ns: now_ns.saturating_add(ADMIN_TIMEOUT_NS) };
+                self.phase = HostPhase::Enable(Enable::new(rings));
             }
             Err(error) => self.end(error, now_ns),
         }
-    }
-
-    /// Waits for the memory of the admin queue to be mapped.
-    pub(crate) fn step_map(&mut self, now_ns: u64) -> Result<Option<u64>, PhaseChanged> {
-        let HostPhase::Map { until_ns } = self.phase else { return Ok(None) };
-        match self.admin_memory.as_ref().and_then(|memory| memory.rings(&self.transport)) {
-            Some(rings) => self.phase = HostPhase::Enable(Enable::new(rings)),
-            None if now_ns < until_ns => return Ok(Some(until_ns)),
-            None => self.end(NvmeHostError::Memory, now_ns),
-        }
-        Err(PhaseChanged)
     }
 
     /// Continues after the controller is enabled.

@@ -128,10 +128,6 @@ impl AdminPurpose {
 pub(crate) enum HostPhase {
     /// No step is due.
     Idle,
-    /// Waiting for the memory of the admin queue to be mapped.
-    Map {
-        until_ns: u64,
-    },
     Enable(Enable),
     Setup(SetupStep),
     /// Waiting for all I/O queues to stop. Until then requests in flight may complete, within the time limit.
@@ -460,7 +456,6 @@ impl<T: ControllerTransport> HostController<T> {
     fn step(&mut self, now_ns: u64) -> Result<Option<u64>, PhaseChanged> {
         match &mut self.phase {
             HostPhase::Idle | HostPhase::Setup(_) => Ok(None),
-            HostPhase::Map { .. } => self.step_map(now_ns),
             HostPhase::Enable(enable) => match enable.advance(&mut self.transport, now_ns) {
                 HostStep::Wait { deadline_ns } => Ok(Some(deadline_ns)),
                 HostStep::Done => {

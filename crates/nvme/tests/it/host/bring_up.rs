@@ -51,6 +51,17 @@ fn a_controller_comes_up_command_by_command() {
     assert!(rig.fake.borrow().log.iter().rev().skip(1).all(|sqe| sqe.cid() & 0xfff < 30));
 }
 
+/// Such as beyond the limit on locked memory. The user was told after a minute.
+#[test]
+fn memory_that_cannot_be_mapped_is_told_at_once() {
+    let transport = FakeTransport::new();
+    transport.fake.borrow_mut().reaches_memory = false;
+    let mut rig = Rig::new(transport, config(1));
+    rig.start();
+    assert_eq!((rig.host.state(), rig.host.error()), (ControllerState::Dead, Some(NvmeHostError::Memory)));
+    assert!(rig.now_ns < S, "{} ns", rig.now_ns);
+}
+
 #[test]
 fn reads_find_what_was_written_on_every_queue_and_namespace() {
     for (shares_doorbells, has_shadow) in [(true, true), (true, false)] {

@@ -100,6 +100,8 @@ pub struct FakeController {
     pub pending: Vec<PendingIo>,
     /// Whether I/O completes at once.
     pub is_prompt: bool,
+    /// Whether memory can be mapped for it.
+    pub reaches_memory: bool,
     event: Option<u16>,
     /// Data pages lent by the host, by address.
     pub lent: Rc<RefCell<HashSet<u64>>>,
@@ -195,6 +197,7 @@ impl FakeTransport {
             log: vec![],
             pending: vec![],
             is_prompt: true,
+            reaches_memory: true,
             event: None,
             lent: Rc::default(),
             disk: HashMap::new(),
@@ -627,6 +630,10 @@ impl Peer for FakeController {
 
     fn is_silent_when_gone(&self) -> bool {
         !self.lingers
+    }
+
+    fn reaches_memory(&self) -> bool {
+        self.reaches_memory
     }
 
     fn lent(&self) -> Rc<RefCell<HashSet<u64>>> {

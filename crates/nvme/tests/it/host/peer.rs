@@ -34,6 +34,10 @@ pub trait Peer {
     fn is_silent_when_gone(&self) -> bool {
         true
     }
+    /// Whether memory can be mapped for it.
+    fn reaches_memory(&self) -> bool {
+        true
+    }
     /// Data pages lent by the host, by address.
     fn lent(&self) -> Rc<RefCell<HashSet<u64>>>;
     /// Recorded violations by the host.
@@ -98,7 +102,7 @@ impl<P: Peer> ControllerTransport for Transport<P> {
     }
 
     fn dma_addr(&self, region: &Arc<Region>, offset: u64) -> Option<u64> {
-        wide::addr_of(&self.domain, region, offset)
+        wide::addr_of(&self.domain, region, offset).filter(|_| self.fake.borrow().reaches_memory())
     }
 
     fn doorbells(&self) -> Option<View> {
