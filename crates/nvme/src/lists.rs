@@ -165,10 +165,10 @@ impl ListPool {
         }
     }
 
-    /// The data pointer of a command for `bytes` of data in these segments, which are at most `count`. A controller with
-    /// an SGL threshold accepts SGLs. They are used where PRP entries are impossible and, if the threshold is not zero, for
-    /// more than two pages where the average segment has at least that many bytes. Uses the slot's lists until
-    /// [`ListPool::release`].
+    /// The data pointer of a command for `bytes` of data in these segments, which are at most `count`. A controller
+    /// with an SGL threshold accepts SGLs. They are used where PRP entries are impossible and, if the threshold is not
+    /// zero, for more than two pages where the average segment has at least that many bytes. Uses the slot's lists
+    /// until [`ListPool::release`].
     ///
     /// The segments are walked once, and again only if two of them meet within a page.
     ///

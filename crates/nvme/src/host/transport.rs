@@ -55,8 +55,8 @@ pub trait ControllerTransport {
     /// have controller addresses.
     fn dma_domain(&self) -> &Arc<DmaDomain>;
 
-    /// Controller address of a byte of a region; unset if the controller does not reach it. The addresses of a region are
-    /// contiguous, and the offset in a page is the same on both sides.
+    /// Controller address of a byte of a region; unset if the controller does not reach it. The addresses of a region
+    /// are contiguous, and the offset in a page is the same on both sides.
     fn dma_addr(&self, region: &Arc<Region>, offset: u64) -> Option<u64>;
 
     /// The doorbell registers (from offset 1000h) as memory shared with the controller. If unset, each doorbell is
