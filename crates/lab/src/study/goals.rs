@@ -64,9 +64,50 @@ impl Goal {
 pub(crate) struct PostClaim {
     pub(crate) what: String,
     pub(crate) found: String,
-    pub(crate) reproduced: bool,
+    pub(crate) verdict: ClaimVerdict,
     /// Reason, or a remark.
     pub(crate) reason: Cow<'static, str>,
+}
+
+/// Whether a run shows what a post claims.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum ClaimVerdict {
+    Reproduced,
+    NotReproduced,
+    /// Runs differ.
+    Undecided,
+    /// It cannot be shown on this model, or is no figure.
+    NotApplicable,
+}
+
+impl ClaimVerdict {
+    pub(crate) fn word(self) -> &'static str {
+        match self {
+            ClaimVerdict::Reproduced => "reproduced",
+            ClaimVerdict::NotReproduced => "not reproduced",
+            ClaimVerdict::Undecided => "undecided",
+            ClaimVerdict::NotApplicable => "not applicable",
+        }
+    }
+}
+
+impl From<GoalVerdict> for ClaimVerdict {
+    fn from(verdict: GoalVerdict) -> ClaimVerdict {
+        match verdict {
+            GoalVerdict::Met => ClaimVerdict::Reproduced,
+            GoalVerdict::Missed => ClaimVerdict::NotReproduced,
+            GoalVerdict::Undecided => ClaimVerdict::Undecided,
+            GoalVerdict::ByConstruction => ClaimVerdict::NotApplicable,
+        }
+    }
+}
+
+/// A figure without noise.
+impl From<bool> for ClaimVerdict {
+    fn from(is_reproduced: bool) -> ClaimVerdict {
+        if is_reproduced { ClaimVerdict::Reproduced } else { ClaimVerdict::NotReproduced }
+    }
 }
 
 #[cfg(test)]

@@ -4,8 +4,9 @@
 
 use serde::Serialize;
 
+use super::goals::ClaimVerdict;
 use super::grid::{GridRow, Ratios, TICK_NS};
-use super::judge::{ClaimVerdict, GridRuns, RunRange};
+use super::judge::{GridRuns, RunRange};
 use super::meter::StudyResult;
 use super::post::POST;
 

@@ -3,7 +3,7 @@
 
 use serde::Serialize;
 
-use super::goals::GoalVerdict;
+use super::goals::{ClaimVerdict, GoalVerdict};
 use super::grid::GridRow;
 
 /// A figure of the main run, and its least and greatest value in all runs.
@@ -12,29 +12,6 @@ pub(crate) struct RunRange {
     pub(crate) value: f64,
     pub(crate) low: f64,
     pub(crate) high: f64,
-}
-
-/// Whether a run shows what a post claims.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub(crate) enum ClaimVerdict {
-    Reproduced,
-    NotReproduced,
-    /// Runs differ.
-    Undecided,
-    /// It cannot be shown on this model, or is no figure.
-    NotApplicable,
-}
-
-impl ClaimVerdict {
-    pub(crate) fn word(self) -> &'static str {
-        match self {
-            ClaimVerdict::Reproduced => "reproduced",
-            ClaimVerdict::NotReproduced => "not reproduced",
-            ClaimVerdict::Undecided => "undecided",
-            ClaimVerdict::NotApplicable => "not applicable",
-        }
-    }
 }
 
 impl RunRange {
@@ -67,17 +44,6 @@ impl RunRange {
     pub(crate) fn text(self, digits: usize) -> String {
         let [value, low, high] = [self.value, self.low, self.high].map(|value| format!("{value:.digits$}"));
         if low == high { value } else { format!("{value} ({low} to {high})") }
-    }
-}
-
-impl From<GoalVerdict> for ClaimVerdict {
-    fn from(verdict: GoalVerdict) -> ClaimVerdict {
-        match verdict {
-            GoalVerdict::Met => ClaimVerdict::Reproduced,
-            GoalVerdict::Missed => ClaimVerdict::NotReproduced,
-            GoalVerdict::Undecided => ClaimVerdict::Undecided,
-            GoalVerdict::ByConstruction => ClaimVerdict::NotApplicable,
-        }
     }
 }
 

@@ -136,7 +136,7 @@ pub(super) fn pattern(pattern: &PostPattern, length: PathStudyLength, seed: u64)
         part.claims.push(PostClaim {
             what: format!("{}, {what}: mean {mean:.3} and deviation {stdev:.3} of the base", pattern.name),
             found: format!("{found_mean:.3} and {found_stdev:.3}"),
-            reproduced,
+            verdict: reproduced.into(),
             reason: if reproduced { "".into() } else { herding(run, base).into() },
         });
     }

@@ -55,8 +55,8 @@ impl PartsReport {
         if self.parts.iter().any(|part| !part.claims.is_empty()) {
             out.push_str("\nclaims of the post\n");
         }
-        for PostClaim { what, found, reproduced, reason } in self.parts.iter().flat_map(|part| &part.claims) {
-            let first = format!("  {:17}", if *reproduced { "reproduced" } else { "not reproduced" });
+        for PostClaim { what, found, verdict, reason } in self.parts.iter().flat_map(|part| &part.claims) {
+            let first = format!("  {:17}", verdict.word());
             let reason = if reason.is_empty() { String::new() } else { format!("; {reason}") };
             wrapped(&mut out, &first, first.len(), &format!("{what}: {found}{reason}"));
         }

@@ -85,7 +85,7 @@ mod tests {
         part.claims.push(PostClaim {
             what: "a claim ".repeat(20),
             found: "a figure ".repeat(20),
-            reproduced: false,
+            verdict: false.into(),
             reason: "".into(),
         });
         let report = PartsReport {

@@ -14,6 +14,7 @@ use super::reader::{FileExtent, ReadAhead, Reader, StreamNumbers};
 use super::rig::{MS, TimesliceScene, run};
 use super::variation::OtherIo;
 use crate::study::goals::PostClaim;
+use crate::study::judge::RunRange;
 use crate::study::parts::{Drawn, Part, column};
 
 /// Size of a file, sectors.
@@ -308,7 +309,7 @@ pub(super) fn readers(length: TimesliceLength, seed: u64) -> io::Result<Part> {
         part.claims.push(PostClaim {
             what: "slices of 250 us as posted are no better than none".into(),
             found: format!("{:.2} of it, the post {:.2}", posted.seconds / none, POST_SLICES.0 / POST_NONE.0),
-            reproduced: posted.seconds >= 0.97 * none,
+            verdict: against_none(posted, &rows[0], |took| took.seconds).at_least(0.97).into(),
             reason: "".into(),
         });
     }
@@ -369,14 +370,17 @@ pub(super) fn copies(length: TimesliceLength, seed: u64) -> io::Result<Part> {
         (POSTED, POST_SLICES, "slices of 250 us as posted copy no faster than none"),
     ] {
         let Some(reached) = rows.iter().find(|reached| reached.contender.name == name) else { continue };
-        let (found, post) = (reached.durable / none, post.0 / POST_NONE.0);
+        let post = post.0 / POST_NONE.0;
+        let found = against_none(reached, &rows[0], |took| took.durable);
+        let sides = [found.at_least(0.95 * post), found.at_most(1.05 * post)];
         part.claims.push(PostClaim {
             what: format!("{what}: {post:.2} of its time, within 5 %"),
             found: format!(
-                "{found:.2} with the copies on the disk, {:.2} until both are read",
+                "{:.2} with the copies on the disk, {:.2} until both are read",
+                reached.durable / none,
                 reached.seconds / rows[0].seconds
             ),
-            reproduced: (found / post - 1.0).abs() <= 0.05,
+            verdict: sides[0].max(sides[1]).into(),
             reason: "".into(),
         });
     }
@@ -399,6 +403,13 @@ fn goals(part: &mut Part, rows: &[Reached], of: fn(&Took) -> f64, raws: &[f64], 
     part.at_most("deviation of the mean, fair/CFQ of the post", deviation / seconds * POST_CFQ.0 / POST_CFQ.1, 1.0, at);
     part.by_construction("of the post's machine all varied, and how much of it did here is assumed");
     part.at_most("seconds between the ends of both, fair", fair.apart, 2.0 * SLICE_SECONDS, at);
+}
+
+/// What was reached to what none reached, with two standard errors on each side.
+fn against_none(reached: &Reached, none: &Reached, of: fn(&Took) -> f64) -> RunRange {
+    let [all, base] = [reached, none].map(|reached| reached.runs.iter().map(of).collect::<Vec<_>>());
+    let (value, noise) = (mean(&all).0 / mean(&base).0, noise(&all, &base));
+    RunRange { value, low: value - noise, high: value + noise }
 }
 
 /// Two standard errors of the mean ratio of runs with the same positions.
