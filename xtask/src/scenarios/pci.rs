@@ -20,6 +20,13 @@ pub const SCENARIOS: &[Scenario] = &[
         tell: pci,
     },
     Scenario {
+        name: "nvme-pci-pinned",
+        sentence: "a front-end whose memory is pinned and that gives pages back has its I/O failed, and works again when it starts anew",
+        place: RunsIn::Guest,
+        ours: true,
+        tell: pinned,
+    },
+    Scenario {
         name: "nvme-pci-unplug",
         sentence: "a controller of pci: that is unplugged under load is released at once, and its I/O fails after gone_s",
         place: RunsIn::Guest,
@@ -128,6 +135,42 @@ fn pci(ground: &ScenarioContext) -> Result<()> {
     let vm = Vm::new(ground.guest, 2).nvme(image.path.clone()).folder(program_folder(ground)?);
     let output = vm.succeed(&task)?;
     ensure!(output == "asked\nwritten\nverified\nreset\nserved\n", "the guest says:\n{output}");
+    Ok(())
+}
+
+/// A front-end that rests touches no page, so the one that it has given back is missing at the next look.
+fn pinned(ground: &ScenarioContext) -> Result<()> {
+    let image = ground.image("nvme.img", 64 * MIB)?;
+    let folder = program_folder(ground)?;
+    ground.guest.copy_program("usr/bin/fallocate", &[], &folder)?;
+    let task = format!(
+        "{SHELL}{PRELUDE}{MACHINE}
+        /host/blkyard serve --device \"pci:$device?unbind=on&pin=on\" --export vhost-user-blk:/tmp/disk.sock --control none >/tmp/serve 2>&1 &
+        serve=$!
+        until grep -q ready /tmp/serve; do sleep 0.1; done
+        /host/blkyard bench vhost-user:/tmp/disk.sock --rw randread --bs 128k --iodepth 16 --runtime 1000 >/tmp/bench 2>&1 &
+        bench=$!
+        sleep 2
+        kill -STOP $bench
+        sleep 1
+        ! grep -q 'fails from now on' /tmp/serve || {{ cat /tmp/serve; exit 1; }}
+        echo works
+        # As the VMM of a guest with a balloon does. Buffers of this size are larger than rings.
+        memory=$(for file in /proc/$bench/fd/*; do
+            case $(readlink $file) in *memfd:*) echo $(stat -L -c %s $file) $file ;; esac
+        done | sort -n | tail -n 1)
+        /host/fallocate --punch-hole --offset $((${{memory% *}} - 4096)) --length 4096 ${{memory#* }}
+        until grep -q 'fails from now on' /tmp/serve; do sleep 0.1; done
+        kill -CONT $bench
+        if wait $bench; then echo 'the load did not fail'; exit 1; fi
+        echo refused
+        blkyard bench vhost-user:/tmp/disk.sock --rw randwrite $load
+        kill $serve
+        wait $serve || {{ cat /tmp/serve; exit 1; }}
+        echo served"
+    );
+    let output = Vm::new(ground.guest, 2).nvme(image.path.clone()).folder(folder).succeed(&task)?;
+    ensure!(output == "works\nrefused\nserved\n", "the guest says:\n{output}");
     Ok(())
 }
 
