@@ -184,8 +184,7 @@ impl<'a> Vm<'a> {
     /// Has the disks so far answer in order, and the guest boot a kernel whose driver wants that.
     pub fn in_order(mut self) -> Self {
         self.disks.iter_mut().for_each(|disk| disk.in_order = true);
-        self.kernel = Kernel::New;
-        self
+        self.kernel(Kernel::New)
     }
 
     /// Has the guest boot this kernel.
