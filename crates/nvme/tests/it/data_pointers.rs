@@ -1,6 +1,7 @@
 //! Data pointers from both sides: the examples of the specification, random segments through builder and walker, and
 //! hostile input.
 
+use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -209,6 +210,28 @@ fn sgl_or_prp_is_chosen_by_what_the_data_is_like() {
     }
     // A long segment is one descriptor in the command itself.
     assert_eq!(fixture.pool.sgl(0, 0x1_0000, segments(&long), 1), Ok([0x10_0200, 0x1_0000]));
+}
+
+/// The first walk of torn ones ends at the second segment, which does not fit, and walks look one ahead.
+#[test]
+fn segments_are_walked_once_unless_they_are_torn() {
+    let mut fixture = Fixture::new();
+    let apart: Vec<_> = (0..40).map(|page| (0x10_0000 + page * 0x2000, 4096)).collect();
+    let torn: Vec<_> = apart.iter().map(|(at, len)| (at + 512, *len)).collect();
+    for (name, pieces, threshold, walked) in [
+        ("no SGL", &apart, None, 40),
+        ("PRP entries are possible", &apart, Some(0), 40),
+        ("too short for an SGL", &apart, Some(32 << 10), 40),
+        ("an SGL", &apart, Some(4096), 40),
+        ("torn, an SGL in any case", &torn, Some(4096), 40),
+        ("torn", &torn, Some(0), 3 + 40),
+    ] {
+        let seen = Cell::new(0);
+        let counted = segments(pieces).inspect(|_| seen.set(seen.get() + 1));
+        fixture.pool.map(0, 40 * 4096, counted, 40, threshold).unwrap();
+        fixture.pool.release(0);
+        assert_eq!(seen.get(), walked, "{name}");
+    }
 }
 
 #[test]

@@ -169,7 +169,7 @@ fn with_secrets(controller: Option<DhchapSecret>) -> FabricsHostConfig {
 #[test]
 fn a_target_that_wants_authentication_is_left() {
     let mut rig = Rig::new(config());
-    rig.target.behaviour.authenticates = true;
+    rig.target.behaviour.authenticates = Some(0);
     rig.host.start(0);
     rig.run_for(1000);
     assert_eq!(rig.host.error(), Some(FabricsHostError::Authentication(AuthError::NoSecret)));
@@ -178,11 +178,21 @@ fn a_target_that_wants_authentication_is_left() {
 #[test]
 fn a_target_that_closes_when_it_is_told_that_it_fails_does_not_hide_why() {
     let mut rig = Rig::new(with_secrets(None));
-    rig.target.behaviour.authenticates = true;
+    rig.target.behaviour.authenticates = Some(0);
     rig.host.start(0);
     rig.run_for(1000);
     let error = FabricsHostError::Authentication(AuthError::Malformed(AuthFailure::Protocol));
     assert_eq!((rig.host.state(), rig.host.error(), rig.host.association()), (ControllerState::Dead, Some(error), 1));
+}
+
+#[test]
+fn an_io_queue_whose_authentication_fails_is_refused_and_not_lost() {
+    let mut rig = Rig::live(with_secrets(None), 0);
+    rig.target.behaviour.authenticates = Some(1);
+    rig.open(1);
+    rig.run_until(|rig| rig.host.error().is_some());
+    let status = fabrics_status::AUTHENTICATION_REQUIRED.with_dnr();
+    assert_eq!(rig.host.error(), Some(FabricsHostError::QueueRefused { qid: 1, status }));
 }
 
 /// Otherwise whoever answers at its address would get the data.

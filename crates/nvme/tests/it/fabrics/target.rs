@@ -223,8 +223,9 @@ pub struct TargetBehaviour {
     pub discovery: Option<DiscoveryLog>,
     pub namespaces: Vec<u32>,
     pub by_traffic: bool,
-    /// Authentication with empty messages; as Linux does, it closes the connection once it is told of a failure.
-    pub authenticates: bool,
+    /// Queue that authenticates with empty messages. As Linux does, it closes the connection once it is told of a
+    /// failure.
+    pub authenticates: Option<u16>,
     pub never_ready: bool,
     /// Maximum transfer.
     pub mdts: u8,
@@ -250,7 +251,7 @@ impl Default for TargetBehaviour {
             discovery: None,
             namespaces: vec![1],
             by_traffic: false,
-            authenticates: false,
+            authenticates: None,
             never_ready: false,
             mdts: 0,
             refuse_io: VecDeque::new(),
@@ -460,6 +461,7 @@ impl Target {
         }
         let wrong = InvalidParameter { offset: 16, in_data: true };
         let refused = (fabrics_status::INVALID_PARAMETERS.with_dnr(), wrong.result());
+        let asks_for_authentication = u64::from(self.behaviour.authenticates == Some(command.qid)) << 17;
         if command.qid > 0 {
             if !self.controllers.contains_key(&data.controller_id) {
                 return refused;
@@ -467,7 +469,7 @@ impl Target {
             assert!(self.noise > 0 || (command.qid <= self.behaviour.queues && command.sq_size < 64));
             let connection = &mut self.connections[number];
             (connection.controller, connection.qid) = (Some(data.controller_id), command.qid);
-            return (NvmeStatus::SUCCESS, data.controller_id.into());
+            return (NvmeStatus::SUCCESS, u64::from(data.controller_id) | asks_for_authentication);
         }
         let id = if data.controller_id == ANY_CONTROLLER {
             let id = self.next_controller;
@@ -485,7 +487,7 @@ impl Target {
         let controller = TargetController { last_ns: self.now_ns, keep_alive_ns, life, ..TargetController::default() };
         self.controllers.insert(id, controller);
         self.connections[number].controller = Some(id);
-        (NvmeStatus::SUCCESS, u64::from(id) | u64::from(self.behaviour.authenticates) << 17)
+        (NvmeStatus::SUCCESS, u64::from(id) | asks_for_authentication)
     }
 
     fn admin(&mut self, number: usize, slot: u16, sqe: &Sqe, bytes: u32) {
