@@ -306,10 +306,11 @@ pub(super) fn readers(length: TimesliceLength, seed: u64) -> io::Result<Part> {
     }
     part.notes.push(VARIES.into());
     if let Some(posted) = rows.iter().find(|reached| reached.contender.name == POSTED) {
+        let found = against_none(posted, &rows[0], |took| took.seconds);
         part.claims.push(PostClaim {
             what: "slices of 250 us as posted are no better than none".into(),
-            found: format!("{:.2} of it, the post {:.2}", posted.seconds / none, POST_SLICES.0 / POST_NONE.0),
-            verdict: against_none(posted, &rows[0], |took| took.seconds).at_least(0.97).into(),
+            found: format!("{} of it, the post {:.2}", found.text(2), POST_SLICES.0 / POST_NONE.0),
+            verdict: found.at_least(0.97).into(),
             reason: "".into(),
         });
     }
@@ -376,8 +377,8 @@ pub(super) fn copies(length: TimesliceLength, seed: u64) -> io::Result<Part> {
         part.claims.push(PostClaim {
             what: format!("{what}: {post:.2} of its time, within 5 %"),
             found: format!(
-                "{:.2} with the copies on the disk, {:.2} until both are read",
-                reached.durable / none,
+                "{} with the copies on the disk, {:.2} until both are read",
+                found.text(2),
                 reached.seconds / rows[0].seconds
             ),
             verdict: sides[0].max(sides[1]).into(),
@@ -426,8 +427,25 @@ fn deviation_noise(runs: usize) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::study::goals::GoalVerdict;
 
     const MODEL: DiskModel = DiskModel::DESKTOP_2012;
+
+    #[test]
+    fn a_figure_to_none_is_as_certain_as_its_runs() {
+        let reached = |all: &[f64]| {
+            let took = |seconds: &f64| Took { seconds: *seconds, apart: 0.0, durable: 1.0 };
+            Reached::new(contenders().remove(0), &all.iter().map(took).collect::<Vec<_>>())
+        };
+        let none = reached(&[10.0; 4]);
+        let verdict = |all: &[f64]| against_none(&reached(all), &none, |took| took.seconds).at_least(0.97);
+        assert_eq!(verdict(&[9.9; 4]), GoalVerdict::Met);
+        assert_eq!(verdict(&[9.5; 4]), GoalVerdict::Missed);
+        // A mean of 9.9 and of 9.5, with two standard errors of 0.08.
+        assert_eq!(verdict(&[9.2, 10.6, 9.2, 10.6]), GoalVerdict::Undecided);
+        assert_eq!(verdict(&[8.8, 10.2, 8.8, 10.2]), GoalVerdict::Undecided);
+        assert_eq!(against_none(&none, &none, |took| took.seconds).text(2), "1.00");
+    }
 
     /// Property (a) of spec D.7.
     #[test]
