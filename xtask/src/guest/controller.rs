@@ -5,7 +5,6 @@
 //! userland, which has the same release.
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
@@ -13,7 +12,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 
 use super::apt::Suite;
-use super::parts::{self, LIBRARIES, LOADER};
+use super::parts::{self, LIBRARIES, LOADER, write, write_script};
 use super::remove;
 use crate::process::succeed;
 
@@ -57,7 +56,6 @@ const OPTIONS: &[&str] = &[
     "-Dwerror=false",
 ];
 
-const UNPACK_LIMIT: Duration = Duration::from_mins(5);
 /// The build takes 165 s of CPU time, on all CPUs.
 const BUILD_LIMIT: Duration = Duration::from_mins(30);
 
@@ -87,11 +85,8 @@ pub fn build(suite: &Suite, guest: &Path, new: &Path) -> Result<()> {
 }
 
 fn unpack_source(archive: &Path, guest: &Path, to: &Path) -> Result<()> {
-    let mut tar = Command::new("tar");
-    tar.arg("-x").arg("-f").arg(archive).arg("-C").arg(to).args(["--strip-components=1", "--no-same-owner"]);
-    tar.arg(format!("--use-compress-program={}", guest.join("bin/xz").display()));
-    tar.args(LEFT_OUT.iter().map(|pattern| format!("--exclude={pattern}")));
-    succeed("tar", &tar, UNPACK_LIMIT).with_context(|| format!("cannot unpack {}", archive.display()))?;
+    let left_out: Vec<_> = LEFT_OUT.iter().map(|pattern| format!("--exclude={pattern}")).collect();
+    parts::unpack_source(archive, guest, to, left_out.iter().map(String::as_str))?;
     let (name, devices) = DEVICES;
     let list = format!("configs/devices/x86_64-softmmu/{name}.mak");
     for (path, content) in EMPTIED.iter().map(|path| (*path, "")).chain([(list.as_str(), devices)]) {
@@ -111,9 +106,7 @@ fn write_tools(new: &Path, tree: &Path) -> Result<PathBuf> {
              export PYTHONHOME='{tree}/usr'\n\
              exec '{tree}/{LOADER}' --argv0 \"$0\" --library-path '{tree}/{LIBRARIES}' '{tree}/usr/bin/{tool}' \"$@\"\n"
         );
-        write(&path, &text)?;
-        fs::set_permissions(&path, fs::Permissions::from_mode(0o755))
-            .with_context(|| format!("cannot make {} executable", path.display()))?;
+        write_script(&path, &text)?;
     }
     Ok(folder)
 }
@@ -147,8 +140,4 @@ fn in_build<'a>(command: &'a mut Command, tools: &Path, tree: &Path, build: &Pat
     path.push(std::env::var_os("PATH").unwrap_or_default());
     command.env("PATH", path).env("NINJA", tools.join("ninja")).env("PKG_CONFIG_SYSROOT_DIR", tree);
     command.env("PKG_CONFIG_LIBDIR", tree.join(LIBRARIES).join("pkgconfig")).current_dir(build)
-}
-
-fn write(path: &Path, text: &str) -> Result<()> {
-    fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
 }

@@ -5,7 +5,6 @@
 //! and removed after it; the compiler is the one that links Rust programs here.
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
@@ -13,7 +12,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 
 use super::apt::Suite;
-use super::parts::{self, LIBRARIES, LOADER};
+use super::parts::{self, LIBRARIES, LOADER, write, write_script};
 use super::{kernel, remove};
 use crate::host;
 use crate::process::succeed;
@@ -54,7 +53,6 @@ const SPAN: &str = "#include <linux/export.h>\n\
                     #define EXPORT_SYMBOL_GPL(symbol)\n\
                     #include \"../../../lib/interval_tree.c\"\n";
 
-const UNPACK_LIMIT: Duration = Duration::from_mins(5);
 /// The build takes 38 s of CPU time, on all CPUs.
 const BUILD_LIMIT: Duration = Duration::from_mins(15);
 
@@ -117,10 +115,7 @@ fn packages(release: &str, contents: &str) -> Result<Vec<String>> {
 /// Unpacks the parts of the source that are needed, and adds the iterator to iommufd.
 fn unpack_source(guest: &Path, tree: &Path, to: &Path) -> Result<()> {
     let archive = entry(&tree.join("usr/src"), "linux-source-", ".tar.xz")?;
-    let mut tar = Command::new("tar");
-    tar.arg("-x").arg("-f").arg(&archive).arg("-C").arg(to).args(["--strip-components=1", "--no-same-owner"]);
-    tar.arg(format!("--use-compress-program={}", guest.join("bin/xz").display())).arg("--wildcards").args(SOURCES);
-    succeed("tar", &tar, UNPACK_LIMIT).with_context(|| format!("cannot unpack {}", archive.display()))?;
+    parts::unpack_source(&archive, guest, to, SOURCES.iter().copied())?;
     let drivers = to.join("drivers");
     write(&drivers.join("Kbuild"), "obj-m += iommu/iommufd/ vfio/\n")?;
     let makefile = drivers.join("iommu/iommufd/Makefile");
@@ -141,9 +136,7 @@ fn wrap_tools(guest: &Path, tree: &Path) -> Result<()> {
             "#!/bin/sh\n\
              exec '{libraries}/{LOADER}' --library-path '{libraries}/{LIBRARIES}' '{program}' \"$@\"\n"
         );
-        write(&path, &text)?;
-        fs::set_permissions(&path, fs::Permissions::from_mode(0o755))
-            .with_context(|| format!("cannot make {} executable", path.display()))?;
+        write_script(&path, &text)?;
     }
     Ok(())
 }
@@ -170,10 +163,6 @@ fn entry(folder: &Path, start: &str, end: &str) -> Result<PathBuf> {
     let mut names = entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
     let name = names.find(|name| name.starts_with(start) && name.ends_with(end));
     name.map(|name| folder.join(name)).with_context(|| format!("the packages brought no {start}*{end}"))
-}
-
-fn write(path: &Path, text: &str) -> Result<()> {
-    fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
 }
 
 #[cfg(test)]

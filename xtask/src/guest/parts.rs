@@ -126,6 +126,32 @@ pub fn unpack(debs: &[PathBuf], root: &Path) -> Result<()> {
     fs::write(root.join(CONTENTS), contents).with_context(|| format!("cannot write into {}", root.display()))
 }
 
+/// Unpacks an archive of a source into `to`, as these arguments of tar choose.
+pub fn unpack_source<'a>(
+    archive: &Path,
+    guest: &Path,
+    to: &Path,
+    choice: impl IntoIterator<Item = &'a str>,
+) -> Result<()> {
+    let mut tar = Command::new("tar");
+    tar.arg("-x").arg("-f").arg(archive).arg("-C").arg(to).args(["--strip-components=1", "--no-same-owner"]);
+    tar.arg(format!("--use-compress-program={}", guest.join("bin/xz").display())).arg("--wildcards").args(choice);
+    succeed("tar", &tar, UNPACK_LIMIT).with_context(|| format!("cannot unpack {}", archive.display()))?;
+    Ok(())
+}
+
+/// Writes a file.
+pub fn write(path: &Path, text: &str) -> Result<()> {
+    fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))
+}
+
+/// Writes a script that can be run.
+pub fn write_script(path: &Path, text: &str) -> Result<()> {
+    write(path, text)?;
+    fs::set_permissions(path, fs::Permissions::from_mode(0o755))
+        .with_context(|| format!("cannot make {} executable", path.display()))
+}
+
 /// Packages of a part, with their versions.
 pub fn contents(part: &Path) -> Result<String> {
     let path = part.join(CONTENTS);
@@ -141,9 +167,7 @@ pub fn programs(guest: &Path, new: &Path) -> Result<()> {
         }
         let name = Path::new(path).file_name().unwrap_or_default();
         let script = new.join(name);
-        fs::write(&script, wrapper(part, path, arguments))
-            .and_then(|()| fs::set_permissions(&script, fs::Permissions::from_mode(0o755)))
-            .with_context(|| format!("cannot write {}", script.display()))?;
+        write_script(&script, &wrapper(part, path, arguments))?;
     }
     Ok(())
 }
