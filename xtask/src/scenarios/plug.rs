@@ -1,6 +1,7 @@
 //! Disks that a guest's driver releases and takes again, because it is told to or because they are unplugged.
 
-use std::fs;
+use std::collections::BTreeMap;
+use std::{fmt, fs};
 
 use anyhow::{Context, Result, ensure};
 
@@ -62,6 +63,14 @@ fn reprobe(ground: &ScenarioContext) -> Result<()> {
         }}
         packed=$(basename $(readlink -f /sys/block/vda/device))
         split=$(basename $(readlink -f /sys/block/vdb/device))
+        # The daemon holds a ring for each queue that has signalled since its driver came.
+        use_all_queues() {{
+            for disk in $(ls /sys/block | grep ^vd); do
+                for cpu in 0 1; do
+                    taskset -c $cpu dd if=/dev/$disk of=/dev/null bs=512 count=1 iflag=direct 2>/dev/null
+                done
+            done
+        }}
         probe=0
         while [ $probe -lt {PROBES} ]; do
             device=$packed
@@ -80,8 +89,9 @@ fn reprobe(ground: &ScenarioContext) -> Result<()> {
             before=$((probe < 2 ? probe : probe - 2))
             test $(dd if=/dev/$disk bs=4k skip=$before count=1 iflag=direct 2>/dev/null) = $(printf '%04096d' $before)
             probe=$((probe + 1))
-            if [ $probe = {WARM} ]; then echo warm; wait_for_host 0; fi
+            if [ $probe = {WARM} ]; then use_all_queues; echo warm; wait_for_host 0; fi
         done
+        use_all_queues
         echo probed
         wait_for_host 1
         touch /tmp/stop
@@ -108,10 +118,11 @@ fn reprobe(ground: &ScenarioContext) -> Result<()> {
 }
 
 /// Resources of a process that could leak.
-#[derive(Debug)]
 struct HeldResources {
-    descriptors: usize,
-    mappings: usize,
+    /// What descriptors refer to, as the kernel names it.
+    descriptors: Vec<String>,
+    /// Names of mappings. Those of memory without a name are empty.
+    mappings: Vec<String>,
     /// Private memory, without that shared by guests.
     private_kib: u64,
 }
@@ -122,21 +133,55 @@ impl HeldResources {
         let read = |leaf: &str| fs::read_to_string(of(leaf)).with_context(|| format!("cannot read {}", of(leaf)));
         let status = read("status")?;
         let private = status.lines().find_map(|line| line.strip_prefix("RssAnon:")?.split_whitespace().next());
+        let mut descriptors = Vec::new();
+        for entry in fs::read_dir(of("fd")).with_context(|| format!("cannot read {}", of("fd")))? {
+            // A descriptor that was closed in between refers to nothing.
+            if let Ok(target) = fs::read_link(entry?.path()) {
+                descriptors.push(target.display().to_string());
+            }
+        }
+        let name = |line: &str| line.split_whitespace().skip(5).collect::<Vec<_>>().join(" ");
         Ok(Self {
-            descriptors: fs::read_dir(of("fd")).with_context(|| format!("cannot read {}", of("fd")))?.count(),
-            mappings: read("maps")?.lines().count(),
+            descriptors,
+            mappings: read("maps")?.lines().map(name).collect(),
             private_kib: private.context("a process without memory")?.parse()?,
         })
     }
 
     /// Checks that the resources have not grown since an equal state. The allocator may keep a few pages.
     fn check_against(&self, before: &Self) -> Result<()> {
-        let fine = self.descriptors <= before.descriptors
-            && self.mappings <= before.mappings + 8
+        let fine = self.descriptors.len() <= before.descriptors.len()
+            && self.mappings.len() <= before.mappings.len() + 8
             && self.private_kib <= before.private_kib + 1024;
-        ensure!(fine, "the daemon held {before:?} after {WARM} probes and {self:?} after {PROBES}");
+        ensure!(
+            fine,
+            "the daemon held {before} after {WARM} probes and {self} after {PROBES}\n\
+             descriptors: {}\nmappings: {}",
+            changes(&before.descriptors, &self.descriptors),
+            changes(&before.mappings, &self.mappings),
+        );
         Ok(())
     }
+}
+
+impl fmt::Display for HeldResources {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { descriptors, mappings, private_kib } = self;
+        write!(formatter, "{} descriptors, {} mappings, {private_kib} KiB", descriptors.len(), mappings.len())
+    }
+}
+
+/// How many more or fewer of each name `after` has. Digits, such as a socket's number, do not count.
+fn changes(before: &[String], after: &[String]) -> String {
+    let mut counts = BTreeMap::new();
+    for (names, step) in [(before, -1), (after, 1)] {
+        for name in names {
+            *counts.entry(name.replace(char::is_numeric, "")).or_insert(0) += step;
+        }
+    }
+    counts.retain(|_, count: &mut i32| *count != 0);
+    let changes: Vec<_> = counts.iter().map(|(name, count)| format!("{count:+} of {name:?}")).collect();
+    changes.join(", ")
 }
 
 /// Number of unplugs.
