@@ -1,11 +1,12 @@
 //! The kinds of device: `file:PATH` or a bare path, `vhost-user:SOCKET`, `vfio-user:SOCKET`, `nvme:/dev/ngXnY`,
 //! `nvme-tcp://HOST:PORT/NQN`, `pci:ADDRESS`, `ram:SIZE`, `null:SIZE`, `chaos:SIZE`, `model:NAME`,
-//! `multipath:DEVICE,DEVICE`.
+//! `multipath:DEVICE,DEVICE`, `nvme-discover://HOST:PORT/NQN`.
 //!
 //! Each has a separate file, with the scheme of its names, its options, and its [`DeviceOps`](crate::DeviceOps). A
 //! further kind is such a file and its line in [`KINDS`]; no other code names kinds.
 
 mod chaos;
+mod discovered;
 mod file;
 mod memory;
 mod model;
@@ -40,10 +41,11 @@ pub(crate) const KINDS: &[DeviceKind] = &[
     chaos::KIND,
     model::KIND,
     multipath::KIND,
+    discovered::KIND,
 ];
 
 /// Schemes of kinds with the options `read_queues` and `poll_queues`.
-pub(crate) const QUEUE_KIND_SCHEMES: [&str; 3] = ["vfio-user", "nvme-tcp", "pci"];
+pub(crate) const QUEUE_KIND_SCHEMES: [&str; 4] = ["vfio-user", "nvme-tcp", "nvme-discover", "pci"];
 
 /// One kind of device.
 pub(crate) struct DeviceKind {

@@ -83,7 +83,8 @@ pub struct ServeArgs {
     ///
     /// multipath:DEVICE,DEVICE, one disk over several devices that reach the same one:
     /// policy=numa|round-robin|queue-depth|latency|adaptive, no_path_s=N (how long I/O waits without a path), other
-    /// options as for each path.
+    /// options as for each path. nvme-discover://HOST:PORT/NQN, the same over all ports at which the discovery service
+    /// (port 8009 by default) and those it refers to offer this NVMe subsystem.
     ///
     /// Any of them: share=on to give one writable disk to several exports;
     /// scheduler=none|deadline|kyber|timeslice|fair; iops_max=N, bytes_per_s_max=SIZE and burst_ms=N, limits of all its

@@ -27,10 +27,26 @@ pub(super) const KIND: DeviceKind =
     DeviceKind { schemes: &[SCHEME], usage: "multipath:DEVICE,DEVICE", open, adopt: Some(adopt), open_all: None };
 
 const SCHEME: &str = "multipath";
+/// Schemes of devices over several paths.
+const MULTIPATH_SCHEMES: [&str; 2] = [SCHEME, super::discovered::SCHEME];
 /// Default time that I/O waits without a usable path: as long as an association over TCP is tried for.
 const NO_PATH_S: u64 = 600;
 
-fn open(mut spec: Spec, _: Option<MakeConnector<'_>>) -> Result<Device, DeviceError> {
+fn open(spec: Spec, _: Option<MakeConnector<'_>>) -> Result<Device, DeviceError> {
+    let paths: Vec<_> = spec.body.split(',').filter(|path| !path.is_empty()).collect();
+    let wrong = |cause: &str, cure: &str| SpecError::new(&spec.name, cause, cure);
+    if paths.len() < 2 {
+        return Err(wrong("it has one path", "name at least two devices, and separate them by commas").into());
+    }
+    if paths.len() > PATHS_MAX {
+        return Err(wrong("it has too many paths", &format!("name at most {PATHS_MAX}")).into());
+    }
+    let paths = paths.into_iter().map(Spec::parse).collect::<Result<_, _>>()?;
+    open_over(spec, paths)
+}
+
+/// Opens one disk over these paths. The options of its name are those of several paths, and of each path.
+pub(super) fn open_over(mut spec: Spec, mut paths: Vec<Spec>) -> Result<Device, DeviceError> {
     let names = PolicyKind::ALL.map(PolicyKind::name).join(", ");
     let policy = spec.take_with("policy", &format!("one of {names}"), |name| name.parse().ok())?;
     let no_path_s = spec.take_number("no_path_s", 0, u64::from(u32::MAX))?.unwrap_or(NO_PATH_S);
@@ -40,26 +56,15 @@ fn open(mut spec: Spec, _: Option<MakeConnector<'_>>) -> Result<Device, DeviceEr
     let settings = MultipathSettings::new(rules, no_path_s * 1_000_000_000);
     // The others are those of each path.
     let options = spec.take_rest();
-    let paths: Vec<_> = spec.body.split(',').filter(|path| !path.is_empty()).collect();
-    let wrong = |cause: &str, cure: &str| SpecError::new(&spec.name, cause, cure);
-    if paths.len() < 2 {
-        return Err(wrong("it has one path", "name at least two devices, and separate them by commas").into());
-    }
-    if paths.len() > PATHS_MAX {
-        return Err(wrong("it has too many paths", &format!("name at most {PATHS_MAX}")).into());
-    }
-    let mut specs = Vec::with_capacity(paths.len());
-    for path in paths {
-        let mut path = Spec::parse(path)?;
-        if path.scheme == SCHEME {
+    for path in &mut paths {
+        if MULTIPATH_SCHEMES.contains(&path.scheme.as_str()) {
             let cure = "name all paths in one list";
             return Err(SpecError::new(&path.name, "a path is a device over several paths itself", cure).into());
         }
         options.iter().try_for_each(|(key, value)| path.set(key, value))?;
-        kind_of(KINDS, &path)?;
-        specs.push(path);
+        kind_of(KINDS, path)?;
     }
-    Ok(MultipathDevice::open(&spec, &specs, settings, is_unidentified)?.into())
+    Ok(MultipathDevice::open(&spec, &paths, settings, is_unidentified)?.into())
 }
 
 /// Opens the paths anew, as [`MultipathDevice::handover`] has found possible.

@@ -41,9 +41,8 @@ fn adopt(spec: Spec, received: ReceivedDevice) -> Result<Device, DeviceError> {
 
 /// Takes address and options from a name.
 pub(crate) fn take_config(spec: &mut Spec) -> Result<TcpNamespaceConfig, SpecError> {
-    let (address, subsystem) = parse_address(spec)?;
-    let host = spec.take_with("host_nqn", NQN_FORM, Nqn::new)?;
-    let (host, host_id) = host.map_or_else(|| own_host(&spec.name), |host| Ok(named_host(host)))?;
+    let (address, subsystem) = parse_address(spec, PORT)?;
+    let (host, host_id) = take_host(spec)?;
     let mut config = FabricsHostConfig::new(host, host_id, subsystem);
     let queues = spec.take_number("queues", 1, 256)?.map_or_else(|| cpu_places().len(), |queues| queues as usize);
     config.queues = demand(
@@ -83,10 +82,16 @@ fn take_ns(spec: &mut Spec, key: &'static str, min: u64, max: u64) -> Result<Opt
     Ok(spec.take_number(key, min, max)?.map(|seconds| seconds * 1_000_000_000))
 }
 
-/// Address of the target, and name of the subsystem.
-fn parse_address(spec: &Spec) -> Result<(String, Nqn), SpecError> {
-    let cure = "write it as nvme-tcp://HOST:PORT/NQN, with a name that begins with nqn.";
-    let wrong = |cause| SpecError::new(&spec.name, cause, cure);
+/// Takes name and identifier of this host.
+pub(super) fn take_host(spec: &mut Spec) -> Result<(Nqn, [u8; 16]), SpecError> {
+    let host = spec.take_with("host_nqn", NQN_FORM, Nqn::new)?;
+    host.map_or_else(|| own_host(&spec.name), |host| Ok(named_host(host)))
+}
+
+/// Address in a name, with this port if it has none, and name of the subsystem.
+pub(super) fn parse_address(spec: &Spec, port: u16) -> Result<(String, Nqn), SpecError> {
+    let cure = format!("write it as {}://HOST:PORT/NQN, with a name that begins with nqn.", spec.scheme);
+    let wrong = |cause| SpecError::new(&spec.name, cause, &cure);
     let rest = spec.body.strip_prefix("//").ok_or_else(|| wrong("the address has no //"))?;
     let (address, name) = rest.split_once('/').ok_or_else(|| wrong("the name of the subsystem is missing"))?;
     let subsystem = Nqn::new(name).ok_or_else(|| wrong("the name of the subsystem is invalid"))?;
@@ -95,7 +100,7 @@ fn parse_address(spec: &Spec) -> Result<(String, Nqn), SpecError> {
     if address.is_empty() || address.starts_with(':') {
         return Err(wrong("the host is missing"));
     }
-    Ok((if has_port { address.to_owned() } else { format!("{address}:{PORT}") }, subsystem))
+    Ok((if has_port { address.to_owned() } else { format!("{address}:{port}") }, subsystem))
 }
 
 /// Name and identifier of this host: those that nvme-cli uses, or ones that follow from the machine's.

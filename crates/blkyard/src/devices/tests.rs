@@ -44,7 +44,7 @@ fn names_that_are_wrong_say_what_would_be_right() {
             "floppy:a",
             [
                 "floppy",
-                "vfio-user:SOCKET, nvme:/dev/ngXnY, nvme-tcp://HOST:PORT/NQN, pci:ADDRESS, ram:SIZE, null:SIZE, chaos:SIZE, model:NAME or multipath:DEVICE,DEVICE",
+                "vfio-user:SOCKET, nvme:/dev/ngXnY, nvme-tcp://HOST:PORT/NQN, pci:ADDRESS, ram:SIZE, null:SIZE, chaos:SIZE, model:NAME, multipath:DEVICE,DEVICE or nvme-discover://HOST:PORT/NQN",
             ],
         ),
         ("null:1G?sise=4", ["sise", "latency_us"]),
@@ -57,6 +57,12 @@ fn names_that_are_wrong_say_what_would_be_right() {
         ("multipath:ram:1M,floppy:a", ["floppy", "ram:SIZE"]),
         ("multipath:ram:1M,ram:1M?policy=best", ["policy=best", "round-robin"]),
         ("multipath:ram:1M,null:1M?latency=4", ["latency", "the known keys"]),
+        ("nvme-discover://127.0.0.1", ["name of the subsystem is missing", "nvme-discover://HOST:PORT/NQN"]),
+        ("nvme-discover://127.0.0.1:1/nqn.x", ["cannot connect to 127.0.0.1:1", "see whether it runs"]),
+        (
+            "multipath:nvme-discover://127.0.0.1/nqn.x,ram:1M",
+            ["a path is a device over several paths", "name all paths"],
+        ),
         ("multipath:multipath:ram:1M,ram:1M", ["a path is a device over several paths", "name all paths"]),
         ("file:/x?direct=perhaps", ["direct=perhaps", "auto"]),
     ] {
@@ -170,6 +176,7 @@ fn a_device_is_asked_for_queues_of_a_kind_unless_its_name_says() {
         ("vfio-user:/run/x.sock", [0, 0], None, None),
         ("multipath:nvme-tcp://a/nqn.x,nvme-tcp://b/nqn.x?queues=2", [1, 2], Some("1"), Some("2")),
         ("multipath:nvme-tcp://a/nqn.x,ram:16M", [1, 2], None, None),
+        ("nvme-discover://a/nqn.x", [1, 2], Some("1"), Some("2")),
         ("vhost-user:/run/x.sock", [2, 2], None, None),
         ("disk.img", [2, 2], None, None),
     ] {

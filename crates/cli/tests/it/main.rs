@@ -27,6 +27,7 @@ mod multipath;
 mod nvme;
 mod nvme_abort;
 mod nvme_auth;
+mod nvme_discover;
 mod nvme_exports;
 mod nvme_foreign;
 #[path = "../common/nvme_guest.rs"]

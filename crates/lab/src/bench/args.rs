@@ -15,7 +15,8 @@ use clap::ValueEnum;
 #[derive(Clone, Debug, clap::Args)]
 pub struct BenchArgs {
     /// The device: ram:SIZE, null:SIZE, model:NAME, file:PATH or a bare path, vhost-user:SOCKET, vfio-user:SOCKET,
-    /// nvme:/dev/ngXnY, nvme-tcp://HOST:PORT/NQN, pci:ADDRESS, chaos:SIZE. Write load destroys its content.
+    /// nvme:/dev/ngXnY, nvme-tcp://HOST:PORT/NQN, pci:ADDRESS, chaos:SIZE, multipath:DEVICE,DEVICE,
+    /// nvme-discover://HOST:PORT/NQN. Write load destroys its content.
     ///
     /// Options follow as ?key=value, as for `serve`, such as 'ram:1G?latency_us=100&scheduler=fair'.
     #[arg(value_name = "DEVICE")]

@@ -1,0 +1,123 @@
+//! `nvme-discover://HOST:PORT/NQN`: a namespace of an NVMe subsystem at all ports that discovery services name.
+//!
+//! The services are asked when the device is opened, which then is a [`multipath`] device over NVMe/TCP, also over a
+//! single port.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use blkyard_attach::walk_discovery_services;
+use blkyard_mpath::PATHS_MAX;
+use blkyard_nvme::fabrics::{DISCOVERY_NQN, Nqn};
+use blkyard_nvme::{DISCOVERY_PORT, DiscoveryEntry, DiscoveryKind, FabricsHostConfig};
+use blkyard_os::SystemClock;
+use blkyard_sys::TimeSource;
+
+use super::nvme_tcp::{parse_address, take_host};
+use super::{DeviceKind, MakeConnector, adopt_by_name, multipath};
+use crate::device::{Device, DeviceError, ReceivedDevice};
+use crate::spec::{Spec, SpecError};
+
+pub(super) const KIND: DeviceKind =
+    DeviceKind { schemes: &[SCHEME], usage: "nvme-discover://HOST:PORT/NQN", open, adopt: Some(adopt), open_all: None };
+
+pub(super) const SCHEME: &str = "nvme-discover";
+
+fn open(spec: Spec, _: Option<MakeConnector<'_>>) -> Result<Device, DeviceError> {
+    let (service, subsystem) = parse_address(&spec, DISCOVERY_PORT)?;
+    // The option remains for the paths.
+    let (host, host_id) = take_host(&mut spec.clone())?;
+    let discovery = Nqn::new(DISCOVERY_NQN).expect("the NQN of discovery services is valid");
+    let config = FabricsHostConfig::new(host, host_id, discovery);
+    let clock: Arc<dyn TimeSource> = Arc::new(SystemClock);
+    let named = walk_discovery_services(&spec.address(), &service, &config, &clock)?;
+    let mut ports = ports_of(&subsystem, &named);
+    if ports.is_empty() {
+        return Err(unnamed(&spec, &service, &subsystem, &named).into());
+    }
+    if ports.len() > PATHS_MAX {
+        tracing::warn!("{}: {} ports are named, and the first {PATHS_MAX} are used", spec.address(), ports.len());
+        ports.truncate(PATHS_MAX);
+    }
+    let path = |port: &SocketAddr| Spec::parse(&format!("nvme-tcp://{port}/{subsystem}"));
+    let paths = ports.iter().map(path).collect::<Result<_, _>>()?;
+    multipath::open_over(spec, paths)
+}
+
+/// Asks the services anew.
+fn adopt(spec: Spec, received: ReceivedDevice) -> Result<Device, DeviceError> {
+    adopt_by_name(spec, received, open)
+}
+
+/// Ports of a subsystem, each once, in the order in which they are named.
+fn ports_of(subsystem: &Nqn, named: &[DiscoveryEntry]) -> Vec<SocketAddr> {
+    let mut ports = Vec::new();
+    for entry in named.iter().filter(|entry| entry.kind == DiscoveryKind::Subsystem && entry.subsystem == *subsystem) {
+        let port = SocketAddr::new(entry.address, entry.port);
+        if !ports.contains(&port) {
+            ports.push(port);
+        }
+    }
+    ports
+}
+
+/// No service has named the subsystem.
+fn unnamed(spec: &Spec, service: &str, subsystem: &Nqn, named: &[DiscoveryEntry]) -> SpecError {
+    let mut others: Vec<_> = named.iter().map(|entry| entry.subsystem.as_str()).collect();
+    others.sort_unstable();
+    others.dedup();
+    let cause = format!("the discovery service at {service} names no {subsystem}");
+    if others.is_empty() {
+        let cure = "it names nothing to this host: see the target's list of hosts, or set host_nqn=NQN";
+        return SpecError::new(&spec.name, cause, cure);
+    }
+    SpecError::new(&spec.name, cause, format!("it names {}", others.join(", ")))
+}
+
+#[cfg(test)]
+mod tests {
+    use blkyard_nvme::SecureChannel;
+    use blkyard_nvme::fabrics::ANY_CONTROLLER;
+
+    use super::*;
+
+    fn entry(kind: DiscoveryKind, subsystem: &Nqn, port: u16) -> DiscoveryEntry {
+        DiscoveryEntry {
+            kind,
+            subsystem: subsystem.clone(),
+            address: [192, 0, 2, 1].into(),
+            port,
+            port_id: port,
+            controller_id: ANY_CONTROLLER,
+            admin_entries: 32,
+            no_flow_control: true,
+            secure_channel: SecureChannel::NotSpecified,
+            has_tls: false,
+        }
+    }
+
+    #[test]
+    fn ports_are_those_of_the_subsystem_each_once() {
+        let [wanted, other] = ["nqn.x:wanted", "nqn.x:other"].map(|name| Nqn::new(name).unwrap());
+        let named = [
+            entry(DiscoveryKind::Subsystem, &other, 1),
+            entry(DiscoveryKind::Subsystem, &wanted, 3),
+            entry(DiscoveryKind::Subsystem, &wanted, 2),
+            DiscoveryEntry { port_id: 9, ..entry(DiscoveryKind::Subsystem, &wanted, 3) },
+            entry(DiscoveryKind::Current, &wanted, 4),
+        ];
+        let ports: Vec<_> = ports_of(&wanted, &named).iter().map(SocketAddr::port).collect();
+        assert_eq!(ports, [3, 2]);
+    }
+
+    #[test]
+    fn an_unnamed_subsystem_is_told_with_those_that_are_named() {
+        let [wanted, other] = ["nqn.x:wanted", "nqn.x:other"].map(|name| Nqn::new(name).unwrap());
+        let spec = Spec::parse("nvme-discover://192.0.2.1/nqn.x:wanted").unwrap();
+        let named = [1, 2].map(|port| entry(DiscoveryKind::Subsystem, &other, port));
+        let error = unnamed(&spec, "192.0.2.1:8009", &wanted, &named);
+        assert_eq!(error.cause, "the discovery service at 192.0.2.1:8009 names no nqn.x:wanted");
+        assert_eq!(error.cure, "it names nqn.x:other");
+        assert!(unnamed(&spec, "192.0.2.1:8009", &wanted, &[]).cure.contains("host_nqn=NQN"));
+    }
+}

@@ -1,0 +1,80 @@
+//! A disk at all ports that discovery services name for it, as a user starts it.
+
+use std::net::{SocketAddr, TcpListener};
+use std::path::Path;
+use std::process::Stdio;
+
+use crate::common::{Daemon, Process, inspect, inspect_at, program, run, wait_until};
+
+const NQN: &str = "nqn.2026-11.test:discovered";
+const HOST: &str = "nqn.2026-11.test:host";
+const OTHER_NQN: &str = "nqn.2026-11.test:other";
+
+/// A target with these exports of a device, and their addresses.
+fn target(folder: &Path, control: &str, device: &str, exports: &[String]) -> (Daemon, Vec<SocketAddr>) {
+    let mut words = vec!["--control", control, "--device", device];
+    exports.iter().for_each(|export| words.extend(["--export", export]));
+    let daemon = Daemon::start(folder, &words);
+    let address = |port: usize| {
+        let tree = inspect_at(folder, control, &[]);
+        tree["exports"][port]["session"]["target"]["address"].as_str().map(|address| address.parse().unwrap())
+    };
+    wait_until("all ports listen", || (0..exports.len()).all(|port| address(port).is_some()));
+    (daemon, (0..exports.len()).map(|port| address(port).unwrap()).collect())
+}
+
+/// A subsystem at two ports for one host, and another target that refers to the first of them and to an address without
+/// a service.
+fn targets(folder: &Path) -> ([Daemon; 2], Vec<SocketAddr>, SocketAddr) {
+    let export = format!("nvme-tcp://127.0.0.1:0?nqn={NQN}&hosts={HOST}");
+    let (disk, ports) = target(folder, "t", "ram:16M?share=on", &[export.clone(), export]);
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let export = format!("nvme-tcp://127.0.0.1:0?nqn={OTHER_NQN}&referrals={silent},{}", ports[0]);
+    let (other, services) = target(folder, "o", "null:1M", &[export]);
+    ([disk, other], ports, services[0])
+}
+
+#[test]
+fn a_disk_is_found_at_all_ports_that_discovery_services_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let (targets, ports, service) = targets(folder);
+    let device = format!("nvme-discover://{service}/{NQN}?host_nqn={HOST}&queues=1&policy=round-robin");
+    let serve = ["--control", "c", "--device", &device, "--export", "vhost-user-blk:s"];
+    let mut daemon = Daemon::start(folder, &serve);
+    let paths = || inspect(folder, &[])["devices"][0]["paths"].clone();
+    for _ in 0..2 {
+        let found = paths();
+        let names: Vec<_> = found.as_array().unwrap().iter().map(|path| path["name"].as_str().unwrap()).collect();
+        assert_eq!(names, [0, 1].map(|port: usize| format!("nvme-tcp://{}/{NQN}", ports[port])));
+        let words =
+            ["bench", "vhost-user:s", "--rw", "randwrite", "--bs", "4k", "--iodepth", "8", "--verify", "crc32c"];
+        let mut load = Process::spawn(program(folder, &words).stdout(Stdio::null()));
+        assert!(load.ended().success(), "the verified writes");
+        assert!((0..2).all(|path| paths()[path]["ios"].as_u64().unwrap() > 0), "a path is not used: {}", paths());
+        // The daemon that takes over asks the services again.
+        let new = Daemon::start(folder, &["--takeover", "c"]);
+        let status = std::mem::replace(&mut daemon, new).process.ended();
+        assert!(status.success(), "the old daemon ends with {status}");
+    }
+    daemon.stop();
+    targets.into_iter().for_each(Daemon::stop);
+}
+
+#[test]
+fn a_subsystem_that_no_service_names_is_refused_with_the_names_of_others() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let (targets, _, service) = targets(folder);
+    for (subsystem, expected) in [
+        ("nqn.2026-11.test:unknown", format!("names no nqn.2026-11.test:unknown; it names {NQN}, {OTHER_NQN}")),
+        // Named to every host, and for one that is another.
+        (NQN, "see the options of the target for this host".to_owned()),
+    ] {
+        let device = format!("nvme-discover://{service}/{subsystem}");
+        let output = run(folder, &["serve", "--device", &device, "--export", "vhost-user-blk:s"]);
+        let error = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success() && error.contains(&expected), "{error}");
+    }
+    targets.into_iter().for_each(Daemon::stop);
+}
