@@ -194,14 +194,15 @@ impl InvalidParameter {
     }
 }
 
-/// An NVMe Qualified Name: at most 223 bytes of UTF-8 that begin with `nqn.`.
+/// An NVMe Qualified Name: at most 223 bytes of UTF-8 that begin with `nqn.`, without control characters: names of
+/// strangers are in the log and on terminals.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Nqn(String);
 
 impl Nqn {
     /// Checks a name.
     pub fn new(name: &str) -> Option<Nqn> {
-        let is_valid = name.starts_with("nqn.") && name.len() <= NQN_BYTES_MAX && !name.contains('\0');
+        let is_valid = name.starts_with("nqn.") && name.len() <= NQN_BYTES_MAX && !name.contains(char::is_control);
         is_valid.then(|| Nqn(name.to_owned()))
     }
 
@@ -335,15 +336,17 @@ mod tests {
     }
 
     #[test]
-    fn names_without_an_end_are_refused() {
+    fn names_without_an_end_or_with_control_characters_are_refused() {
         let mut good = [0; CONNECT_BYTES];
         let nqn = Nqn::new(DISCOVERY_NQN).unwrap();
         let data = ConnectData { host_id: [0; 16], controller_id: 0, subsystem: nqn.clone(), host: nqn };
         data.write(&mut good);
         for at in [SUBSYSTEM_AT, HOST_AT] {
-            // CVE-2023-6121: a name without a zero byte; also too long, empty, no NQN, no UTF-8.
+            // CVE-2023-6121: a name without a zero byte; also too long, empty, no NQN, no UTF-8, and names that would
+            // make a line of their own in a log, or direct a terminal.
+            let controls: [&[u8]; 3] = [b"nqn.x\n2026 ERROR lost\0", b"nqn.x\x1b[2J\0", "nqn.x\u{9b}2J\0".as_bytes()];
             let long = [&b"nqn."[..], &[b'a'; 220]].concat();
-            for name in [&[b'n'; 256][..], &long, b"\0", b"iqn.x\0", b"nqn.\xff\0"] {
+            for name in [&[b'n'; 256][..], &long, b"\0", b"iqn.x\0", b"nqn.\xff\0"].into_iter().chain(controls) {
                 let mut bytes = good;
                 bytes[at..at + name.len()].copy_from_slice(name);
                 let wrong = InvalidParameter { offset: at as u16, in_data: true };

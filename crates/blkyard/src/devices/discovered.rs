@@ -23,6 +23,9 @@ pub(super) const KIND: DeviceKind =
 
 pub(super) const SCHEME: &str = "nvme-discover";
 
+/// Subsystems that an error lists, at most.
+const NAMES_MAX: usize = 16;
+
 fn open(spec: Spec, _: Option<MakeConnector<'_>>) -> Result<Device, DeviceError> {
     let (service, subsystem) = parse_address(&spec, DISCOVERY_PORT)?;
     // The option remains for the paths.
@@ -66,12 +69,15 @@ fn unnamed(spec: &Spec, service: &str, subsystem: &Nqn, named: &[DiscoveryEntry]
     let mut others: Vec<_> = named.iter().map(|entry| entry.subsystem.as_str()).collect();
     others.sort_unstable();
     others.dedup();
+    let further = others.len().saturating_sub(NAMES_MAX);
+    others.truncate(NAMES_MAX);
     let cause = format!("the discovery service at {service} names no {subsystem}");
     if others.is_empty() {
         let cure = "it names nothing to this host: see the target's list of hosts, or set host_nqn=NQN";
         return SpecError::new(&spec.name, cause, cure);
     }
-    SpecError::new(&spec.name, cause, format!("it names {}", others.join(", ")))
+    let further = if further > 0 { format!(" and {further} more") } else { String::new() };
+    SpecError::new(&spec.name, cause, format!("it names {}{further}", others.join(", ")))
 }
 
 #[cfg(test)]
@@ -118,6 +124,10 @@ mod tests {
         let error = unnamed(&spec, "192.0.2.1:8009", &wanted, &named);
         assert_eq!(error.cause, "the discovery service at 192.0.2.1:8009 names no nqn.x:wanted");
         assert_eq!(error.cure, "it names nqn.x:other");
+        let many = (10..50).map(|number| Nqn::new(&format!("nqn.x:{number}")).unwrap());
+        let many: Vec<_> = many.map(|name| entry(DiscoveryKind::Subsystem, &name, 1)).collect();
+        let cure = unnamed(&spec, "192.0.2.1:8009", &wanted, &many).cure;
+        assert!(cure.starts_with("it names nqn.x:10, ") && cure.ends_with(", nqn.x:25 and 24 more"), "{cure}");
         assert!(unnamed(&spec, "192.0.2.1:8009", &wanted, &[]).cure.contains("host_nqn=NQN"));
     }
 }

@@ -18,7 +18,7 @@ pub(crate) fn living_holder(file: &Metadata) -> Option<String> {
     holder
         .map(|process| match fs::read_to_string(format!("/proc/{process}/comm")) {
             _ if process == std::process::id() => "another device of this program holds a lock on it".into(),
-            Ok(name) => format!("process {process} ({}) holds a lock on it", name.trim_end()),
+            Ok(name) => format!("process {process} ({}) holds a lock on it", name.trim_end().escape_debug()),
             Err(_) => format!("process {process} holds a lock on it"),
         })
         .or_else(|| occupation(file))
