@@ -2,6 +2,7 @@
 
 use crate::NvmeStatus;
 use crate::auth::AuthError;
+use crate::fabrics::fabrics_status;
 use crate::tcp::TcpEnd;
 
 /// Reason why an association is lost, or cannot be made.
@@ -46,7 +47,7 @@ pub enum FabricsHostError {
     #[error("NVMe/TCP: the connection of I/O queue {0} was lost")]
     QueueLost(u16),
     /// An I/O queue was refused.
-    #[error("NVMe/TCP: the target refused I/O queue {qid}, {status}; ask for fewer queues")]
+    #[error("NVMe/TCP: the target refused I/O queue {qid}, {status}; {}", refused_queue_cure(*status))]
     QueueRefused {
         /// The queue.
         qid: u16,
@@ -83,6 +84,34 @@ impl FabricsHostError {
             | FabricsHostError::Removed
             | FabricsHostError::NoCommandSet => true,
             _ => false,
+        }
+    }
+}
+
+/// What to do about an I/O queue that was refused with this status. The admin queue was not.
+fn refused_queue_cure(status: NvmeStatus) -> &'static str {
+    match status.without_flags() {
+        fabrics_status::AUTHENTICATION_REQUIRED => {
+            "see whether the secrets of host or target have changed since the admin queue was authenticated"
+        }
+        fabrics_status::INVALID_HOST => "see the options of the target for this host",
+        _ => "ask for fewer queues",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_refused_io_queue_is_told_with_what_may_help() {
+        for (status, cure) in [
+            (fabrics_status::AUTHENTICATION_REQUIRED.with_dnr(), "the secrets of host or target"),
+            (fabrics_status::INVALID_HOST.with_dnr(), "options of the target for this host"),
+            (fabrics_status::CONTROLLER_BUSY, "fewer queues"),
+        ] {
+            let text = FabricsHostError::QueueRefused { qid: 3, status }.to_string();
+            assert!(text.contains("refused I/O queue 3") && text.contains(cure), "{text}");
         }
     }
 }
