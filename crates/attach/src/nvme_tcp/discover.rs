@@ -10,20 +10,17 @@ use blkyard_sys::TimeSource;
 use crate::AttachError;
 use crate::nvme_tcp::client::AdminClient;
 
-/// Reads the discovery log at `HOST:PORT`. The subsystem of `host` must be the discovery service's.
+/// Time for the answer of one service. One that others refer to is passed over after it.
+const SERVICE_MAX: Duration = Duration::from_secs(5);
+/// Time after which no further service is asked.
+const WALK_MAX: Duration = Duration::from_secs(20);
+
+/// Reads the discovery log at `HOST:PORT`. The subsystem of `host` must be the discovery service's. `name` is for
+/// messages.
 ///
 /// # Errors
 /// There is no answer within `limit`, an invalid one, or no descriptor left.
 pub fn read_discovery_log(
-    address: &str,
-    host: FabricsHostConfig,
-    limit: Duration,
-    clock: Arc<dyn TimeSource>,
-) -> Result<DiscoveredLog, AttachError> {
-    read(address, address, host, limit, clock)
-}
-
-fn read(
     name: &str,
     address: &str,
     host: FabricsHostConfig,
@@ -37,11 +34,6 @@ fn read(
         _ => None,
     })
 }
-
-/// Time for the answer of one service. One that others refer to is passed over after it.
-const SERVICE_MAX: Duration = Duration::from_secs(5);
-/// Time after which no further service is asked.
-const WALK_MAX: Duration = Duration::from_secs(20);
 
 /// Reads the logs of the discovery service at `HOST:PORT` and of those that it refers to. Returns the subsystems that
 /// they name, in order. A service that others refer to and that does not answer is left out, with a warning. `name` is
@@ -57,7 +49,7 @@ pub fn walk_discovery_services(
 ) -> Result<Vec<DiscoveryEntry>, AttachError> {
     let ask = |service: SocketAddr| {
         let name = format!("{name}: discovery service {service}");
-        read(&name, &service.to_string(), host.clone(), SERVICE_MAX, Arc::clone(clock))
+        read_discovery_log(&name, &service.to_string(), host.clone(), SERVICE_MAX, Arc::clone(clock))
     };
     let failed = |cause| AttachError::Controller { disk: name.to_owned(), cause };
     let until = clock.now() + WALK_MAX;

@@ -30,5 +30,5 @@ pub fn discover(address: &str, host_nqn: Option<&str>, limit: Duration) -> Resul
     };
     let service = Nqn::new(DISCOVERY_NQN).expect("the NQN of discovery services is valid");
     let config = FabricsHostConfig::new(host, host_id, service);
-    Ok(read_discovery_log(address, config, limit, Arc::new(SystemClock)).map_err(DeviceError::from)?)
+    Ok(read_discovery_log(address, address, config, limit, Arc::new(SystemClock)).map_err(DeviceError::from)?)
 }

@@ -23,13 +23,11 @@ fn target(folder: &Path, control: &str, device: &str, exports: &[String]) -> (Da
     (daemon, (0..exports.len()).map(|port| address(port).unwrap()).collect())
 }
 
-/// A subsystem at two ports for one host, and another target that refers to the first of them and to an address without
-/// a service.
-fn targets(folder: &Path) -> ([Daemon; 2], Vec<SocketAddr>, SocketAddr) {
+/// A subsystem at two ports for one host, and another target that refers to this address and to the first of them.
+fn targets(folder: &Path, referral: SocketAddr) -> ([Daemon; 2], Vec<SocketAddr>, SocketAddr) {
     let export = format!("nvme-tcp://127.0.0.1:0?nqn={NQN}&hosts={HOST}");
     let (disk, ports) = target(folder, "t", "ram:16M?share=on", &[export.clone(), export]);
-    let silent = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-    let export = format!("nvme-tcp://127.0.0.1:0?nqn={OTHER_NQN}&referrals={silent},{}", ports[0]);
+    let export = format!("nvme-tcp://127.0.0.1:0?nqn={OTHER_NQN}&referrals={referral},{}", ports[0]);
     let (other, services) = target(folder, "o", "null:1M", &[export]);
     ([disk, other], ports, services[0])
 }
@@ -38,7 +36,8 @@ fn targets(folder: &Path) -> ([Daemon; 2], Vec<SocketAddr>, SocketAddr) {
 fn a_disk_is_found_at_all_ports_that_discovery_services_name() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
-    let (targets, ports, service) = targets(folder);
+    let nobody = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let (targets, ports, service) = targets(folder, nobody);
     let device = format!("nvme-discover://{service}/{NQN}?host_nqn={HOST}&queues=1&policy=round-robin");
     let serve = ["--control", "c", "--device", &device, "--export", "vhost-user-blk:s"];
     let mut daemon = Daemon::start(folder, &serve);
@@ -65,7 +64,9 @@ fn a_disk_is_found_at_all_ports_that_discovery_services_name() {
 fn a_subsystem_that_no_service_names_is_refused_with_the_names_of_others() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
-    let (targets, _, service) = targets(folder);
+    // It accepts connections and never answers. The service behind it in the log is asked all the same.
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+    let (targets, _, service) = targets(folder, silent.local_addr().unwrap());
     for (subsystem, expected) in [
         ("nqn.2026-11.test:unknown", format!("names no nqn.2026-11.test:unknown; it names {NQN}, {OTHER_NQN}")),
         // Named to every host, and for one that is another.
@@ -75,6 +76,7 @@ fn a_subsystem_that_no_service_names_is_refused_with_the_names_of_others() {
         let output = run(folder, &["serve", "--device", &device, "--export", "vhost-user-blk:s"]);
         let error = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(!output.status.success() && error.contains(&expected), "{error}");
+        assert!(error.contains("no discovery log within 5s") && error.contains("it is left out"), "{error}");
     }
     targets.into_iter().for_each(Daemon::stop);
 }
