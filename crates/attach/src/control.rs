@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 
 use blkyard_mem::{DmaDomain, Region};
 use blkyard_mq::{DeviceInfo, HeldBack, LogLimit, QueueKind};
-use blkyard_sys::{EventFd, PollFd, PollFlags};
+use blkyard_sys::{EventFd, PollFd, PollFlags, is_ready};
 
 use crate::left_peer::LeftPeer;
 use crate::mailbox::{DeviceCommand, Opened, QueueCommand, RingEnd};
@@ -167,6 +167,10 @@ impl<S: RemoteSession> Control<S> {
         self.changed |= self.queues.is_domain_changed();
         if self.changed {
             self.with_session(Control::change);
+        }
+        // The end also cuts short what is said to the back-end: an answer that nobody reads any more is no loss of it.
+        if is_ready(&*self.end, PollFlags::IN) {
+            return false;
         }
         self.look();
         true

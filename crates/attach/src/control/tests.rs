@@ -311,6 +311,17 @@ fn silent() -> TalkError {
 }
 
 #[test]
+fn an_answer_that_is_unread_when_the_disk_is_closed_is_no_loss() {
+    let mut disk = Disk::open(BackEnd::default());
+    disk.open_with_memory();
+    disk.told();
+    disk.back_end.lock().unwrap().ends = Some(TalkError::HungUp);
+    disk.control.end.signal();
+    assert!(!disk.control.run_once());
+    assert!(disk.told().is_empty() && disk.control.shared.view().last_loss.is_none());
+}
+
+#[test]
 fn rings_start_with_all_memory_when_the_first_queue_has_some() {
     let mut disk = Disk::open(BackEnd { takes_table: true, ..BackEnd::default() });
     disk.send(DeviceCommand::Reserve(Region::shared(1).unwrap()));
