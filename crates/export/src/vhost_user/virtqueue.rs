@@ -320,8 +320,8 @@ impl QueueSession for VirtqueueSession {
     fn publish<Cx: ?Sized + SignalEventfd>(&mut self, signals: &mut QueueSignals<'_, Cx>) {
         let wanted = self.ring.publish();
         self.note_ring();
-        if wanted {
-            self.call(signals);
+        if wanted && let Some(call) = &self.call {
+            self.pace.signal(|| self.ring.front(), || signals.call(call));
         }
         if let Some(eventfd) = self.notes.as_ref().and_then(Notes::untold) {
             signals.signal_once(eventfd);

@@ -5,7 +5,9 @@
 //! four daemons with a fixed `--spin-us`. `-cpu` is the daemon's CPU time for an I/O, beside that of the same best one.
 //! `asleep-nvme-*` are the same over vfio-user, the others over vhost-user.
 //! `asleep-crowd-*` has four jobs and four lanes, more threads than a small machine has CPUs; there the baseline is the
-//! daemon that never looks for work. Every program may use all CPUs; the daemons are asked in turn.
+//! daemon that never looks for work.
+//! `asleep-queues2-*` and `asleep-queues4-*` have two and four jobs with a queue each; there the baseline is the best of
+//! the same jobs with fewer queues. Every program may use all CPUs; the daemons are asked in turn.
 
 use blkyard_lab::floor::{STORE_BYTES, Samples};
 
@@ -14,24 +16,36 @@ use crate::report::{self, CellReport, Figure};
 use crate::servers::{CellFolder, CellStore, CellTransport, ListeningServer};
 
 const DEPTHS: [usize; 3] = [1, 8, 32];
-/// Options of the daemons: the one that is measured, and those it is compared with.
-const ALONE: [&[&str]; 5] =
-    [&[], &["--spin-us", "0"], &["--spin-us", "50"], &["--spin-us", "200"], &["--spin-us", "1000"]];
-const CROWD: [&[&str]; 2] = [&["--lanes", "4"], &["--lanes", "4", "--spin-us", "0"]];
-const CROWD_JOBS: usize = 4;
 
-/// Clients and their daemons.
+/// Queues that the jobs use, and options of the daemon.
+type AsleepDaemon = (usize, &'static [&'static str]);
+
+/// The daemon that is measured, and those it is compared with.
+const ALONE: [AsleepDaemon; 5] = [
+    (1, &[]),
+    (1, &["--spin-us", "0"]),
+    (1, &["--spin-us", "50"]),
+    (1, &["--spin-us", "200"]),
+    (1, &["--spin-us", "1000"]),
+];
+const CROWD: [AsleepDaemon; 2] = [(2, &["--lanes", "4"]), (2, &["--lanes", "4", "--spin-us", "0"])];
+const QUEUES2: [AsleepDaemon; 2] = [(2, &[]), (1, &[])];
+const QUEUES4: [AsleepDaemon; 3] = [(4, &[]), (2, &[]), (1, &[])];
+
+/// Jobs of one client, and its daemons.
 struct AsleepBed {
     name: &'static str,
     transport: CellTransport,
     jobs: usize,
-    daemons: &'static [&'static [&'static str]],
+    daemons: &'static [AsleepDaemon],
 }
 
-const BEDS: [AsleepBed; 3] = [
+const BEDS: [AsleepBed; 5] = [
     AsleepBed { name: "", transport: CellTransport::Vhost, jobs: 1, daemons: &ALONE },
     AsleepBed { name: "nvme-", transport: CellTransport::Vfio, jobs: 1, daemons: &ALONE },
-    AsleepBed { name: "crowd-", transport: CellTransport::Vhost, jobs: CROWD_JOBS, daemons: &CROWD },
+    AsleepBed { name: "crowd-", transport: CellTransport::Vhost, jobs: 4, daemons: &CROWD },
+    AsleepBed { name: "queues2-", transport: CellTransport::Vhost, jobs: 2, daemons: &QUEUES2 },
+    AsleepBed { name: "queues4-", transport: CellTransport::Vhost, jobs: 4, daemons: &QUEUES4 },
 ];
 
 /// I/Os a second, and CPU time of the daemon for an I/O, ns.
@@ -67,12 +81,12 @@ fn measure(store: CellStore, bed: &AsleepBed, depth: usize, seconds: f64, runs: 
     let ground = CellFolder::new()?;
     let AsleepBed { transport, jobs, daemons, .. } = bed;
     let (device, export) = (format!("{}:{STORE_BYTES}", store.name()), format!("?queues={jobs}"));
-    let start = |options: &&[&str]| ListeningServer::usual(&ground, &device, *transport, &export, options);
-    let load = format!("--rw randread --bs 4k --iodepth {depth} --numjobs {jobs}");
+    let start = |(_, options): &AsleepDaemon| ListeningServer::usual(&ground, &device, *transport, &export, options);
     let servers = daemons.iter().map(start).collect::<Result<Vec<_>, _>>()?;
     let mut figures = vec![Figures::default(); daemons.len()];
     for _ in 0..runs {
-        for (server, [rate, cost]) in servers.iter().zip(&mut figures) {
+        for ((server, (queues, _)), [rate, cost]) in servers.iter().zip(*daemons).zip(&mut figures) {
+            let load = format!("--rw randread --bs 4k --iodepth {depth} --numjobs {jobs} --queues {queues}");
             let before_ns = server.cpu_ns()?;
             let iops = usual_load(seconds, *transport, &server.socket, &load)?;
             rate.push(iops);

@@ -3,7 +3,8 @@
 //! Half of them, and the rest in the next round: a device that completes at once has then completed one half while it
 //! executes the other, so client and device overlap. A client and a lane that alternate on one CPU cannot overlap, and
 //! more rounds only add cost. The queue therefore checks periodically whether the client submits requests between the
-//! start of the first half and the end of the second; an alternating client cannot.
+//! start of the first half and the end of the second; an alternating client can do so only while a signal has us give
+//! the CPU to it, so what it submits during a signal does not count.
 //!
 //! A client on another CPU synchronises with us and submits at the same point of each round. That may be during our
 //! completions, or while the lane serves another queue, so the check includes these times.
@@ -82,6 +83,16 @@ impl FetchPace {
         matches!(self.knows, Knows::Whether { works: false, .. })
     }
 
+    /// Signals the client, which may run on our CPU meanwhile: what it submits only then does not count.
+    #[inline]
+    pub fn signal(&mut self, front: impl Fn() -> u16, signal: impl FnOnce()) {
+        let has_not_moved = self.front.is_some_and(|before| before == front());
+        signal();
+        if has_not_moved {
+            self.front = Some(front());
+        }
+    }
+
     /// Ends a round; `goes_on` says whether the rest is taken next.
     #[inline]
     pub fn end(&mut self, goes_on: bool, front: impl FnOnce() -> u16) {
@@ -104,6 +115,8 @@ impl FetchPace {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
+
     use super::*;
 
     /// Rounds with this number of available requests, in each of which the client submits some or none. Returns the
@@ -169,6 +182,27 @@ mod tests {
             pace.end(false, || turn);
         }
         assert!(pace.takes_turns());
+    }
+
+    #[test]
+    fn a_guest_that_moves_only_while_it_is_signalled_takes_turns() {
+        let front = Cell::new(0);
+        let run = |pace: &mut FetchPace, before, after| {
+            pace.resume(|| front.get());
+            pace.begin(16, || front.get());
+            front.update(|front| front + before);
+            pace.signal(|| front.get(), || front.update(|front| front + 1));
+            front.update(|front| front + after);
+            pace.end(false, || front.get());
+        };
+        let mut pace = FetchPace::default();
+        (0..LOOKS_MAX).for_each(|_| run(&mut pace, 0, 0));
+        assert!(pace.takes_turns());
+        for (before, after) in [(1, 0), (0, 1)] {
+            let mut pace = FetchPace::default();
+            run(&mut pace, before, after);
+            assert!(matches!(pace.knows, Knows::Whether { works: true, .. }), "{before}, {after}: {pace:?}");
+        }
     }
 
     #[test]
