@@ -391,8 +391,8 @@ impl<S: QueueSession> ClientQueue<S> {
         }
     }
 
-    /// Publishes completions if anything has changed, and fetches requests. `waits` says that it waits for another
-    /// member to drain.
+    /// Publishes completions if there may be any, and fetches requests. `waits` says that it waits for another member to
+    /// drain.
     #[inline(always)]
     pub(super) fn feed<Cx: ?Sized + SignalEventfd, D>(
         &mut self,
@@ -404,6 +404,10 @@ impl<S: QueueSession> ClientQueue<S> {
     ) -> bool {
         let stopping = self.is_stopping();
         let Some(session) = &mut self.session else { return busy };
+        // First, for the client may be asleep: while it wakes up, the lane fetches, and then executes.
+        if busy {
+            session.publish(&mut QueueSignals { cx, slot: &mut self.signal });
+        }
         self.flushing.submit(hw);
         if !session.is_broken() {
             // A draining queue fetches only the requests left in flight by an earlier owner.
@@ -417,11 +421,11 @@ impl<S: QueueSession> ClientQueue<S> {
             let most = most.min(hw.room()).min(self.bios.room());
             let (identity, refusals) = (&self.identity, &*self.refusals);
             let mut feed = BioFeed { hw, bios: &mut self.bios, identity, refusals };
-            busy |= session.fetch(&mut feed, most, device_idle);
-        }
-        // Published before the device's turn, which may be long.
-        if busy {
-            session.publish(&mut QueueSignals { cx, slot: &mut self.signal });
+            // Those that completed on the spot are published before the device's turn, which may be long.
+            if session.fetch(&mut feed, most, device_idle) {
+                busy = true;
+                session.publish(&mut QueueSignals { cx, slot: &mut self.signal });
+            }
         }
         busy
     }
