@@ -186,8 +186,8 @@ impl<F: FnMut()> SignalEventfd for Called<F> {
 
 #[test]
 fn halves_are_for_a_guest_that_works_while_the_device_does() {
-    // Eight requests, resubmitted as they complete: when the guest is called, for which the lane gives its CPU away; after
-    // each turn, while the lane may serve other queues; or after every second turn.
+    // Eight requests, resubmitted as they complete: when the guest is called, for which the lane gives its CPU away;
+    // after each turn, while the lane may serve other queues; or after every second turn.
     for (called, after, most) in [(true, [false; 2], 8), (false, [true; 2], 3), (false, [false, true], 8)] {
         let mut hand = Hand::new(0);
         let (front, mut vq) = hand.connect();

@@ -6,8 +6,8 @@
 //! `asleep-nvme-*` are the same over vfio-user, the others over vhost-user.
 //! `asleep-crowd-*` has four jobs and four lanes, more threads than a small machine has CPUs; there the baseline is the
 //! daemon that never looks for work.
-//! `asleep-queues2-*` and `asleep-queues4-*` have two and four jobs with a queue each; there the baseline is the best of
-//! the same jobs with fewer queues. Every program may use all CPUs; the daemons are asked in turn.
+//! `asleep-queues2-*` and `asleep-queues4-*` have two and four jobs with a queue each; there the baseline is the best
+//! of the same jobs with fewer queues. Every program may use all CPUs; the daemons are asked in turn.
 
 use blkyard_lab::floor::{STORE_BYTES, Samples};
 

@@ -391,8 +391,8 @@ impl<S: QueueSession> ClientQueue<S> {
         }
     }
 
-    /// Publishes completions if there may be any, and fetches requests. `waits` says that it waits for another member to
-    /// drain.
+    /// Publishes completions if there may be any, and fetches requests. `waits` says that it waits for another member
+    /// to drain.
     #[inline(always)]
     pub(super) fn feed<Cx: ?Sized + SignalEventfd, D>(
         &mut self,
