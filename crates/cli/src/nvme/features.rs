@@ -93,6 +93,8 @@ const TEXT_EVENTS: [(u32, &str, usize); 2] =
     [(19, "Allocated Namespace Attribute Notices", 5), (16, "Temperature Threshold Hysteresis Recovery", 8)];
 /// A field of the host's behaviour that only JSON has.
 const HOST_BEHAVIOUR_TITLE: &str = "Host Behavior Support";
+/// A list, in text blocks of lines.
+const TRANSITIONS_TITLE: &str = "Auto PST Entries";
 /// Columns of an event's name.
 const EVENT_WIDTH: usize = 58;
 
@@ -203,7 +205,10 @@ impl FeatureValue {
             }
         } else if is_readable {
             for (key, value) in self.text_fields() {
-                show(&mut text, &key, &value, 1);
+                let _ = writeln!(text, "\t{key}: {}", printable(&value));
+            }
+            if *fid == feature::AUTONOMOUS_POWER {
+                self.show_transitions(&mut text);
             }
         } else if !data.is_empty() {
             text.push_str(&super::text::dump(data));
@@ -225,29 +230,27 @@ impl FeatureValue {
         [(format!("feature: {id}"), JsonNode::List(vec![JsonNode::object(summary)])), second]
     }
 
-    /// The fields as they are in text: a description or another unit is on the line of its value.
-    fn text_fields(&self) -> Vec<(String, JsonNode)> {
+    /// The fields as they are in text: a description or another unit is on the line of its value. Without lists.
+    fn text_fields(&self) -> Vec<(String, String)> {
         let mut fields = self.fields();
         if self.fid == feature::ASYNC_EVENTS {
             for (bit, name, place) in TEXT_EVENTS {
                 fields.insert(place, (name.to_owned(), sent(self.result >> bit & 1 == 1).into()));
             }
             fields.iter_mut().for_each(|(name, _)| *name = format!("{name:EVENT_WIDTH$}"));
-            return fields;
         }
         fields.retain(|(name, _)| name != HOST_BEHAVIOUR_TITLE);
-        let mut lines: Vec<(String, JsonNode)> = Vec::with_capacity(fields.len());
+        let mut lines: Vec<(String, String)> = Vec::with_capacity(fields.len());
         for (name, value) in fields {
             let value = match value {
-                JsonNode::Integer(number) => number.to_string().into(),
-                other => other,
+                JsonNode::Integer(number) => number.to_string(),
+                JsonNode::Text(text) => text,
+                JsonNode::List(_) | JsonNode::Object(_) => continue,
             };
-            match (lines.last_mut(), name.rsplit(' ').next(), &value) {
-                (Some((_, JsonNode::Text(last))), Some("description"), JsonNode::Text(words)) => {
-                    *last = format!("{last} - {words}");
-                }
-                (Some((_, JsonNode::Text(last))), Some("kelvin" | "celsius"), JsonNode::Text(number)) => {
-                    *last = format!("{last} ({number})").replace(" Celsius", " °C");
+            match (lines.last_mut(), name.rsplit(' ').next()) {
+                (Some((_, last)), Some("description")) => *last = format!("{last} - {value}"),
+                (Some((_, last)), Some("kelvin" | "celsius")) => {
+                    *last = format!("{last} ({value})").replace(" Celsius", " °C");
                 }
                 _ => {
                     let shown = TEXT_NAMES.iter().find(|(field, _)| *field == name).map_or(&*name, |(_, shown)| shown);
@@ -311,7 +314,7 @@ impl FeatureValue {
             }
             feature::AUTONOMOUS_POWER => vec![
                 ("Autonomous Power State Transition Enable (APSTE)", enabled(0)),
-                ("Auto PST Entries", JsonNode::List(self.transitions())),
+                (TRANSITIONS_TITLE, JsonNode::List(self.transitions().map(PowerTransition::json).collect())),
             ],
             feature::HOST_MEMORY => vec![
                 ("Enable Host Memory (EHM)", enabled(0)),
@@ -393,17 +396,42 @@ impl FeatureValue {
         bytes.fold(0, |number, byte| number << 8 | u64::from(*byte))
     }
 
-    /// Entries of the autonomous power state transitions.
-    fn transitions(&self) -> Vec<JsonNode> {
-        let entries = (0..self.data.len() / 8).map(|number| {
-            let entry = self.integer(number * 8, 8);
-            JsonNode::object([
-                ("entry", format!("{number:2}").into()),
-                ("Idle Time Prior to Transition (ITPT)", format!("{} ms", entry >> 8 & 0xff_ffff).into()),
-                ("Idle Transition Power State (ITPS)", (entry >> 3 & 0x1f).into()),
-            ])
-        });
-        entries.collect()
+    /// Entries of the autonomous power state transitions. [Base 2.1, feature 0Ch]
+    fn transitions(&self) -> impl Iterator<Item = PowerTransition> {
+        (0..self.data.len() / 8).map(|entry| {
+            let bits = self.integer(entry * 8, 8);
+            PowerTransition { entry, idle_ms: bits >> 8 & 0xff_ffff, state: bits >> 3 & 0x1f }
+        })
+    }
+
+    fn show_transitions(&self, text: &mut String) {
+        const RULE: &str = "\t.................";
+        let _ = writeln!(text, "\t{TRANSITIONS_TITLE}{RULE}");
+        for PowerTransition { entry, idle_ms, state } in self.transitions() {
+            let _ = writeln!(text, "\tEntry[{entry:2}]   \n{RULE}");
+            let _ = writeln!(text, "\tIdle Time Prior to Transition (ITPT): {idle_ms} ms");
+            let _ = writeln!(text, "\tIdle Transition Power State   (ITPS): {state}\n{RULE}");
+        }
+    }
+}
+
+/// When a controller enters another power state by itself.
+struct PowerTransition {
+    /// The power state that it leaves.
+    entry: usize,
+    /// For so long it was idle.
+    idle_ms: u64,
+    /// The state that it enters.
+    state: u64,
+}
+
+impl PowerTransition {
+    fn json(self) -> JsonNode {
+        JsonNode::object([
+            ("entry", format!("{:2}", self.entry).into()),
+            ("Idle Time Prior to Transition (ITPT)", format!("{} ms", self.idle_ms).into()),
+            ("Idle Transition Power State (ITPS)", self.state.into()),
+        ])
     }
 }
 
@@ -436,27 +464,6 @@ fn temperature_fields(result: u32) -> Vec<(&'static str, JsonNode)> {
 fn capabilities(result: u32) -> impl Iterator<Item = &'static str> {
     let names = ["saveable", "per-namespace", "changeable"];
     names.into_iter().enumerate().filter(move |(bit, _)| result >> bit & 1 == 1).map(|(_, name)| name)
-}
-
-/// A field as indented text.
-fn show(text: &mut String, key: &str, value: &JsonNode, depth: usize) {
-    let indent = "\t".repeat(depth);
-    let _ = match value {
-        JsonNode::Integer(number) => writeln!(text, "{indent}{key}: {number}"),
-        JsonNode::Text(value) => writeln!(text, "{indent}{key}: {}", printable(value)),
-        JsonNode::List(values) => {
-            for value in values {
-                show(text, key, value, depth);
-            }
-            Ok(())
-        }
-        JsonNode::Object(members) => {
-            for (key, value) in members {
-                show(text, key, value, depth);
-            }
-            Ok(())
-        }
-    };
 }
 
 #[cfg(test)]
@@ -502,6 +509,28 @@ mod tests {
         let line = format!("\t{:58}: Send async event", "Allocated Namespace Attribute Notices");
         assert_eq!(text.lines().nth(6), Some(&*line), "{text}");
         assert_eq!(text.matches(": Send async event").count(), 1);
+    }
+
+    #[test]
+    fn transitions_of_power_states_are_blocks_of_lines() {
+        // To state 3 after 1500 ms, then to state 4 after 8500 ms.
+        let data = [(1500_u64 << 8 | 3 << 3).to_le_bytes(), (8500_u64 << 8 | 4 << 3).to_le_bytes()].concat();
+        let shown = value(feature::AUTONOMOUS_POWER, 1, &data);
+        let block = |entry, idle_ms, state| {
+            format!(
+                "\tEntry[{entry}]   \n\t.................\n\tIdle Time Prior to Transition (ITPT): {idle_ms} ms\n\
+                 \tIdle Transition Power State   (ITPS): {state}\n\t.................\n"
+            )
+        };
+        let expected = [
+            "get-feature:0x0c (Autonomous Power State Transition), Current value:0x00000001\n",
+            "\tAutonomous Power State Transition Enable (APSTE): Enabled\n\tAuto PST Entries\t.................\n",
+            &block(" 0", 1500, 3),
+            &block(" 1", 8500, 4),
+        ];
+        assert_eq!(shown.text(true), expected.concat());
+        let document = shown.json()[1].1.document();
+        assert!(document.contains("\"Idle Time Prior to Transition (ITPT)\": \"8500 ms\""), "{document}");
     }
 
     #[test]
