@@ -47,7 +47,7 @@ struct SignalState {
 /// Signal slots of a lane.
 pub(super) struct EventfdSignals {
     places: Vec<SignalState>,
-    /// Signallers that were given up, which entries not yet submitted may still name.
+    /// Signallers that were given up, which entries that the kernel does not accept now may still name.
     parting: Vec<Signaller>,
     view: Arc<RingCounters>,
 }
@@ -99,6 +99,8 @@ impl SignalEventfd for Ring {
         let old = std::mem::take(&mut self.signals.places[index as usize]);
         self.signals.view.count_signals(-1);
         self.signals.parting.extend(old.signaller);
+        // Entries that wait may name it. Otherwise it would be kept until another slot is forgotten.
+        self.flush();
         if self.uring.submission().is_empty() {
             self.signals.parting.clear();
         }
@@ -131,5 +133,31 @@ impl SignalState {
             }
             Err(_) => {}
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+
+    use blkyard_sys::EventFd;
+
+    use super::super::{Cid, RingConfig};
+    use super::*;
+
+    #[test]
+    fn a_ring_of_an_eventfd_is_closed_with_its_slot_although_entries_wait() {
+        let mut ring = Ring::new(RingConfig { entries: 8, outstanding_max: 8, ..RingConfig::default() }).unwrap();
+        let inbox = ring.inbox(1);
+        let eventfd = EventFd::new().unwrap();
+        let mut place = SignalSlot::default();
+        ring.signal(&mut place, eventfd.as_fd());
+        // SAFETY: the entry points to no memory.
+        unsafe { ring.push(inbox, Cid(0), opcode::Nop::new().build()) };
+        ring.forget(&mut place);
+        assert!(ring.signals.parting.is_empty());
+        assert!(ring.signals.places.iter().all(|place| place.signaller.is_none()));
+        ring.reap();
+        assert!(ring.take(inbox).is_some(), "the entry was submitted");
     }
 }
