@@ -1,10 +1,11 @@
 //! A hardware queue and the client queues that feed it, as a poller of a lane, for any protocol. An export of several
 //! devices, the namespaces of a controller, has a hardware queue for each ([`hw_set`]).
 //!
-//! A round returns completions, fetches the clients' requests (half of them, if the device is idle and the protocol
-//! paces itself), and submits them, with one publication and at most one call for each client queue. The time is that
-//! of the lane's turn. A request is fetched only while a bio is free. An invalid request is completed with an error
-//! status or stops its queue with a counted reason; other queues are not affected.
+//! A round returns completions and publishes them, fetches the clients' requests (half of them, if the device is idle
+//! and the protocol paces itself), publishes those that it answered itself, and submits the others. A client queue is
+//! called at each of the two publications at most once. The time is that of the lane's turn. A request is fetched only
+//! while a bio is free. An invalid request is completed with an error status or stops its queue with a counted reason;
+//! other queues are not affected.
 //!
 //! A client queue is, for instance, a virtqueue: the protocol that implements [`QueueSession`] knows its ring. Several
 //! client queues of an export may share a hardware queue ([`members`]). They feed it in turn by plain calls, and each
