@@ -17,8 +17,8 @@ use crate::fabrics::{
     ANY_CONTROLLER, CONNECT_BYTES, ConnectCommand, ConnectData, DISCOVERY_NQN, InvalidParameter, Nqn, fabrics_status,
 };
 use crate::{
-    ConnectedQueue, Controller, ControllerInstance, ControllerOptions, ControllerSnapshot, DiscoveryLog,
-    FabricsOptions, NamespaceTable, NvmeStatus, SnapshotError,
+    ConnectedQueue, Controller, ControllerInstance, ControllerOptions, ControllerSnapshot, DiscoveryEntry,
+    DiscoveryKind, DiscoveryLog, FabricsOptions, NamespaceTable, NvmeStatus, SnapshotError,
 };
 
 /// Offsets of fields of a Connect command.
@@ -29,6 +29,8 @@ const HOST_ID_AT: u16 = 0;
 const CONTROLLER_ID_AT: u16 = 16;
 const SUBSYSTEM_AT: u16 = 256;
 const HOST_AT: u16 = 512;
+/// Generation of each discovery log, which no association sees change.
+const GENERATION: u64 = 1;
 
 /// Options of a subsystem.
 #[derive(Clone, Debug)]
@@ -45,8 +47,8 @@ pub struct SubsystemOptions {
     pub controllers_max: u16,
     /// Maximum entries of an admin queue.
     pub admin_entries: u16,
-    /// The discovery log.
-    pub discovery: DiscoveryLog,
+    /// Entries of the discovery log. Hosts that may not connect are shown no subsystem.
+    pub discovery: Vec<DiscoveryEntry>,
     /// A random number, for controllers that can have each other reset (cross-controller reset): other ports and
     /// earlier subsystems have another one. Unset for controllers that cannot.
     pub instance_seed: Option<u64>,
@@ -143,7 +145,6 @@ struct AssociationSnapshot {
 pub struct FabricsSubsystem {
     options: SubsystemOptions,
     discovery: Nqn,
-    log: Arc<DiscoveryLog>,
     namespaces: NamespaceTable,
     /// By controller identifier.
     associations: BTreeMap<u16, FabricsAssociation>,
@@ -166,11 +167,9 @@ impl FabricsSubsystem {
     pub fn new(options: SubsystemOptions, namespaces: NamespaceTable) -> FabricsSubsystem {
         assert!((1..=FabricsSubsystem::CONTROLLER_IDS).contains(&options.controllers_max), "{options:?}");
         let Some(discovery) = Nqn::new(DISCOVERY_NQN) else { unreachable!("it is a name") };
-        let log = Arc::new(options.discovery.clone());
         FabricsSubsystem {
             options,
             discovery,
-            log,
             namespaces,
             associations: BTreeMap::new(),
             next: 0,
@@ -209,9 +208,9 @@ impl FabricsSubsystem {
         Some(AuthTarget::new(host, subsystem, secrets, seed, self.authentications))
     }
 
-    /// Replaces the discovery log of later associations.
-    pub fn set_discovery(&mut self, log: DiscoveryLog) {
-        self.log = Arc::new(log);
+    /// Replaces the entries of the discovery logs of later associations.
+    pub fn set_discovery(&mut self, entries: Vec<DiscoveryEntry>) {
+        self.options.discovery = entries;
     }
 
     /// Replaces the namespaces.
@@ -239,8 +238,7 @@ impl FabricsSubsystem {
             return Err(ConnectRefusal::field(SUBSYSTEM_AT, true));
         }
         // The discovery service is open to all: it tells no host what it may not use.
-        let is_allowed = self.options.hosts.as_ref().is_none_or(|hosts| hosts.contains(&data.host));
-        if !is_discovery && !is_allowed {
+        if !is_discovery && !self.is_allowed(&data.host) {
             let ConnectRefusal { result, .. } = ConnectRefusal::field(HOST_AT, true);
             return Err(ConnectRefusal { status: fabrics_status::INVALID_HOST.with_dnr(), result });
         }
@@ -292,7 +290,8 @@ impl FabricsSubsystem {
                 None => id,
             }
         };
-        let controller = self.new_controller(id, is_discovery, command.keep_alive_ms, now_ns);
+        let log = is_discovery.then(|| Arc::new(self.log_for(&data.host)));
+        let controller = self.new_controller(id, log, command.keep_alive_ms, now_ns);
         let controller = controller.map_err(|_| NvmeStatus::INTERNAL)?;
         let ConnectData { host, host_id, .. } = data;
         self.associations.insert(id, FabricsAssociation { controller, host, host_id, is_discovery });
@@ -302,26 +301,37 @@ impl FabricsSubsystem {
     fn new_controller(
         &mut self,
         id: u16,
-        is_discovery: bool,
+        log: Option<Arc<DiscoveryLog>>,
         keep_alive_ms: u32,
         now_ns: u64,
     ) -> io::Result<Controller> {
         self.instances += 1;
         let instance = self.options.instance_seed.map(|seed| instance(id, seed, self.instances));
-        let (options, namespaces) = self.controller_options(id, is_discovery, instance);
+        let (options, namespaces) = self.controller_options(id, log, instance);
         Controller::over_fabrics(options, namespaces, keep_alive_ms, now_ns)
     }
 
-    /// Options and namespaces of a controller.
+    fn is_allowed(&self, host: &Nqn) -> bool {
+        self.options.hosts.as_ref().is_none_or(|hosts| hosts.contains(host))
+    }
+
+    /// The discovery log that a host reads.
+    fn log_for(&self, host: &Nqn) -> DiscoveryLog {
+        let is_shown = |entry: &&DiscoveryEntry| entry.kind != DiscoveryKind::Subsystem || self.is_allowed(host);
+        let entries: Vec<_> = self.options.discovery.iter().filter(is_shown).cloned().collect();
+        DiscoveryLog::new(GENERATION, &entries)
+    }
+
+    /// Options and namespaces of a controller: of the discovery service if it has a log.
     fn controller_options(
         &self,
         id: u16,
-        is_discovery: bool,
+        discovery: Option<Arc<DiscoveryLog>>,
         instance: Option<ControllerInstance>,
     ) -> (ControllerOptions, NamespaceTable) {
         let options = self.options.controller.clone();
         let in_capsule = options.fabrics.as_ref().map_or(0, |fabrics| fabrics.in_capsule);
-        let discovery = is_discovery.then(|| Arc::clone(&self.log));
+        let is_discovery = discovery.is_some();
         let subsystem = if is_discovery { &self.discovery } else { &self.options.nqn };
         let options = ControllerOptions {
             controller_id: id,
@@ -364,11 +374,9 @@ impl FabricsSubsystem {
             if !is_id || self.associations.len() >= usize::from(self.options.controllers_max) {
                 return Err(SnapshotError::Invalid("other controller identifiers"));
             }
-            let is_discovery = one.discovery.is_some();
-            if let Some(log) = &one.discovery {
-                self.set_discovery(log.clone());
-            }
-            let (options, namespaces) = self.controller_options(one.id, is_discovery, one.instance);
+            let log = one.discovery.clone().map(Arc::new);
+            let is_discovery = log.is_some();
+            let (options, namespaces) = self.controller_options(one.id, log, one.instance);
             let controller = Controller::restore_over_fabrics(options, namespaces, &one.controller)?;
             let association = FabricsAssociation { controller, host, host_id: one.host_id, is_discovery };
             self.associations.insert(one.id, association);

@@ -20,8 +20,8 @@ use blkyard_nvme::tcp::{
 };
 use blkyard_nvme::{
     AdminCompletion, Connected, ControllerInstance, ControllerOptions, ControllerQueueReply, ControllerRequest,
-    DiscoveryLog, FabricsOptions, FabricsSubsystem, KEEP_ALIVE_LATE_NS, NamespaceTable, NextBio, NvmeStatus,
-    ServedNamespace, Sqe, SubsystemOptions,
+    FabricsOptions, FabricsSubsystem, KEEP_ALIVE_LATE_NS, NamespaceTable, NextBio, NvmeStatus, ServedNamespace, Sqe,
+    SubsystemOptions,
 };
 
 use crate::medium::{Medium, MediumQueue};
@@ -156,7 +156,7 @@ impl WorldTarget {
                 controller,
                 controllers_max: 64,
                 admin_entries: ADMIN_ENTRIES,
-                discovery: DiscoveryLog::new(1, &[]),
+                discovery: Vec::new(),
                 instance_seed: config.has_resets.then_some(life * 16 + port as u64),
             };
             let mut table = NamespaceTable::new(1);

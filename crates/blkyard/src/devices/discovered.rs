@@ -72,12 +72,13 @@ fn unnamed(spec: &Spec, service: &str, subsystem: &Nqn, named: &[DiscoveryEntry]
     let further = others.len().saturating_sub(NAMES_MAX);
     others.truncate(NAMES_MAX);
     let cause = format!("the discovery service at {service} names no {subsystem}");
-    if others.is_empty() {
-        let cure = "it names nothing to this host: see the target's list of hosts, or set host_nqn=NQN";
-        return SpecError::new(&spec.name, cause, cure);
+    let mut names = if others.is_empty() { "nothing".to_owned() } else { others.join(", ") };
+    if further > 0 {
+        names = format!("{names} and {further} more");
     }
-    let further = if further > 0 { format!(" and {further} more") } else { String::new() };
-    SpecError::new(&spec.name, cause, format!("it names {}{further}", others.join(", ")))
+    // Services show a host only what it may use.
+    let cure = format!("it names {names} to this host: correct the name, the target's list of hosts, or host_nqn=NQN");
+    SpecError::new(&spec.name, cause, cure)
 }
 
 #[cfg(test)]
@@ -123,11 +124,15 @@ mod tests {
         let named = [1, 2].map(|port| entry(DiscoveryKind::Subsystem, &other, port));
         let error = unnamed(&spec, "192.0.2.1:8009", &wanted, &named);
         assert_eq!(error.cause, "the discovery service at 192.0.2.1:8009 names no nqn.x:wanted");
-        assert_eq!(error.cure, "it names nqn.x:other");
+        let cure = "it names nqn.x:other to this host: correct the name, the target's list of hosts, or host_nqn=NQN";
+        assert_eq!(error.cure, cure);
         let many = (10..50).map(|number| Nqn::new(&format!("nqn.x:{number}")).unwrap());
         let many: Vec<_> = many.map(|name| entry(DiscoveryKind::Subsystem, &name, 1)).collect();
         let cure = unnamed(&spec, "192.0.2.1:8009", &wanted, &many).cure;
-        assert!(cure.starts_with("it names nqn.x:10, ") && cure.ends_with(", nqn.x:25 and 24 more"), "{cure}");
-        assert!(unnamed(&spec, "192.0.2.1:8009", &wanted, &[]).cure.contains("host_nqn=NQN"));
+        assert!(
+            cure.starts_with("it names nqn.x:10, ") && cure.contains(", nqn.x:25 and 24 more to this host"),
+            "{cure}"
+        );
+        assert!(unnamed(&spec, "192.0.2.1:8009", &wanted, &[]).cure.starts_with("it names nothing to this host"));
     }
 }

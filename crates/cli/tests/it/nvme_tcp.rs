@@ -174,20 +174,28 @@ fn discovery_log_names_subsystem_and_referrals() {
     let mut queue = TcpQueue::initialized(address);
     let answer = queue.connect(NQN, HOST, 0, ANY_CONTROLLER, 0);
     assert_eq!((answer.status, answer.result), (fabrics_status::INVALID_HOST.with_dnr(), 512 | 1 << 16));
-    let answer = queue.connect(DISCOVERY_NQN, HOST, 0, ANY_CONTROLLER, 0);
+    // What a host may not use is not shown to it.
+    let [referral] = &discover(address, HOST)[..] else { panic!("more than the referral") };
+    assert_eq!((referral.kind, referral.port), (DiscoveryKind::Referral, 8009));
+    let [subsystem, other] = &discover(address, "nqn.other")[..] else { panic!("not both") };
+    assert_eq!((subsystem.kind, subsystem.subsystem.as_str()), (DiscoveryKind::Subsystem, NQN));
+    assert_eq!((subsystem.address, subsystem.port), (address.ip(), address.port()));
+    assert_eq!(other, referral);
+    daemon.stop();
+}
+
+/// What the discovery service shows to a host.
+fn discover(address: SocketAddr, host: &str) -> Vec<DiscoveryEntry> {
+    let mut queue = TcpQueue::initialized(address);
+    let answer = queue.connect(DISCOVERY_NQN, host, 0, ANY_CONTROLLER, 0);
     assert!(answer.status.is_success(), "{answer:?}");
     let early = queue.run(Sqe::get_log_page(DISCOVERY_LOG, 0, 0, 256, 0), &[], 1024);
     assert_eq!(early.status, NvmeStatus::COMMAND_SEQUENCE.with_dnr());
     queue.set_config(enabled());
     let log = queue.succeed(Sqe::get_log_page(DISCOVERY_LOG, 0, 0, 768, 0), &[], 3072);
-    assert_eq!(log[8..16], [2, 0, 0, 0, 0, 0, 0, 0]);
-    let entries: Vec<_> =
-        log.chunks_exact(1024).skip(1).map(|entry| DiscoveryEntry::parse(entry.try_into().unwrap()).unwrap()).collect();
-    let [subsystem, referral] = &entries[..] else { panic!("{entries:?}") };
-    assert_eq!((subsystem.kind, subsystem.subsystem.as_str()), (DiscoveryKind::Subsystem, NQN));
-    assert_eq!((subsystem.address, subsystem.port), (address.ip(), address.port()));
-    assert_eq!((referral.kind, referral.port), (DiscoveryKind::Referral, 8009));
-    daemon.stop();
+    let count = usize::from(log[8]);
+    let entries = log.chunks_exact(1024).skip(1).take(count);
+    entries.map(|entry| DiscoveryEntry::parse(entry.try_into().unwrap()).unwrap()).collect()
 }
 
 #[test]

@@ -24,8 +24,8 @@ use blkyard_nvme::fabrics::Nqn;
 use blkyard_nvme::tcp::TcpIoQueueOptions;
 use blkyard_nvme::tls::TlsHosts;
 use blkyard_nvme::{
-    AnaGroup, ControllerOptions, DiscoveryEntry, DiscoveryLog, FabricsOptions, FabricsSubsystem, NamespaceTable,
-    ServedNamespace, SubsystemOptions,
+    AnaGroup, ControllerOptions, DiscoveryEntry, FabricsOptions, FabricsSubsystem, NamespaceTable, ServedNamespace,
+    SubsystemOptions,
 };
 
 use crate::NvmeDisk;
@@ -307,7 +307,7 @@ fn subsystem_options(disk: &NvmeTcpDisk) -> SubsystemOptions {
         controller,
         controllers_max: CONTROLLERS_MAX,
         admin_entries: ADMIN_ENTRIES,
-        discovery: DiscoveryLog::new(1, &[]),
+        discovery: Vec::new(),
         // The standard library draws its keys from the system.
         instance_seed: Some(RandomState::new().hash_one(disk.first_controller)),
     }

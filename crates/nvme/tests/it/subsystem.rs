@@ -9,7 +9,7 @@ use blkyard_nvme::registers::{CAP, CC, CRTO, CSTS, ControllerConfig, VS};
 use blkyard_nvme::{
     ANA_LOG, AdminCompletion, AnaGroup, AnaGroups, AnaLog, AnaState, ConnectRefusal, Connected, Controller,
     ControllerOptions, ControllerQueueCommand, ControllerQueueReply, ControllerRequest, DISCOVERY_LOG, DiscoveryEntry,
-    DiscoveryHeader, DiscoveryKind, DiscoveryLog, FabricsOptions, FabricsSubsystem, IDENTIFY_BYTES, IdentifyController,
+    DiscoveryHeader, DiscoveryKind, FabricsOptions, FabricsSubsystem, IDENTIFY_BYTES, IdentifyController,
     IdentifyNamespace, KEEP_ALIVE_LATE_NS, NamespaceTable, NvmeStatus, Psdt, ServedNamespace, Sqe, SubsystemOptions,
     admin, cns, feature,
 };
@@ -38,6 +38,10 @@ fn entry() -> DiscoveryEntry {
     }
 }
 
+fn referral() -> DiscoveryEntry {
+    DiscoveryEntry { kind: DiscoveryKind::Referral, subsystem: nqn(DISCOVERY_NQN), port: 8009, ..entry() }
+}
+
 pub fn subsystem(hosts: Option<Vec<Nqn>>) -> FabricsSubsystem {
     let controller = ControllerOptions {
         controller_id: FIRST_ID,
@@ -54,7 +58,7 @@ pub fn subsystem(hosts: Option<Vec<Nqn>>) -> FabricsSubsystem {
         controller,
         controllers_max: 3,
         admin_entries: 32,
-        discovery: DiscoveryLog::new(7, &[entry()]),
+        discovery: vec![entry(), referral()],
         instance_seed: Some(7),
     };
     FabricsSubsystem::new(options, crate::machine::namespaces())
@@ -235,7 +239,7 @@ fn admin_commands_come_in_capsules() {
 
 #[test]
 fn discovery_controller_has_the_log() {
-    let mut target = subsystem(Some(vec![]));
+    let mut target = subsystem(Some(vec![nqn(HOST)]));
     let connected = target.connect(&command(0, 31), &data(DISCOVERY_NQN, HOST, ANY_CONTROLLER), 0);
     let id = admin_id(connected);
     let io = target.connect(&command(1, 31), &data(DISCOVERY_NQN, HOST, id), 0).unwrap_err();
@@ -250,11 +254,13 @@ fn discovery_controller_has_the_log() {
     assert_eq!((identify.controller_type, identify.namespaces), (2, 0));
     assert_eq!(identify.subsystem[..DISCOVERY_NQN.len()], *DISCOVERY_NQN.as_bytes());
     let header = run(controller, log(0, 256), 1024).data;
-    assert_eq!(DiscoveryHeader::parse(&header), Some(DiscoveryHeader { generation: 7, entries: 1 }));
-    let bytes = run(controller, log(1024, 256), 1024).data;
-    assert_eq!(DiscoveryEntry::parse(&bytes.try_into().unwrap()), Ok(entry()));
+    assert_eq!(DiscoveryHeader::parse(&header), Some(DiscoveryHeader { generation: 1, entries: 2 }));
+    for (at, entry) in [(1024, entry()), (2048, referral())] {
+        let bytes = run(controller, log(at, 256), 1024).data;
+        assert_eq!(DiscoveryEntry::parse(&bytes.try_into().unwrap()), Ok(entry));
+    }
     // CVE-2026-64320.
-    for offset in [2052, 1 << 32, u64::MAX - 3] {
+    for offset in [3076, 1 << 32, u64::MAX - 3] {
         assert_eq!(run(controller, log(offset, 256), 1024).status.without_flags(), NvmeStatus::INVALID_FIELD);
     }
     for cns in [cns::NAMESPACE, cns::ACTIVE_NAMESPACES, cns::NAMESPACE_IDS] {
@@ -263,6 +269,20 @@ fn discovery_controller_has_the_log() {
     }
     let smart = run(controller, Sqe::get_log_page(2, 0, 0, 128, 0), 512);
     assert_eq!(smart.status.without_flags(), NvmeStatus::INVALID_LOG_PAGE);
+}
+
+#[test]
+fn a_host_that_may_not_connect_is_shown_no_subsystem() {
+    let mut target = subsystem(Some(vec![]));
+    let connected = target.connect(&command(0, 31), &data(DISCOVERY_NQN, HOST, ANY_CONTROLLER), 0);
+    let id = admin_id(connected);
+    let controller = &mut target.association(id).unwrap().controller;
+    enable(controller);
+    let log = |from: u64| Sqe::get_log_page(DISCOVERY_LOG, 0, 0, 256, from);
+    let header = run(controller, log(0), 1024).data;
+    assert_eq!(DiscoveryHeader::parse(&header), Some(DiscoveryHeader { generation: 1, entries: 1 }));
+    let bytes = run(controller, log(1024), 1024).data;
+    assert_eq!(DiscoveryEntry::parse(&bytes.try_into().unwrap()), Ok(referral()));
 }
 
 #[test]

@@ -15,8 +15,8 @@ use blkyard_nvme::tcp::{
     SendList, TcpAdminEvent, TcpAdminQueue, TcpDataMemory, TcpEnd, TcpIoQueue, TcpIoQueueOptions, TcpTargetOptions,
 };
 use blkyard_nvme::{
-    AdminCompletion, Connected, ControllerOptions, ControllerQueueReply, ControllerRequest, DiscoveryLog,
-    FabricsOptions, FabricsSubsystem, NamespaceTable, NextBio, NvmeStatus, ServedNamespace, Sqe, SubsystemOptions,
+    AdminCompletion, Connected, ControllerOptions, ControllerQueueReply, ControllerRequest, FabricsOptions,
+    FabricsSubsystem, NamespaceTable, NextBio, NvmeStatus, ServedNamespace, Sqe, SubsystemOptions,
 };
 
 pub const NAME: &str = "nqn.2026-11.test:disk";
@@ -132,7 +132,6 @@ fn subsystem(disk: &Arc<Region>) -> FabricsSubsystem {
         ..ControllerOptions::default()
     };
     let nqn = Nqn::new(NAME).unwrap();
-    let discovery = DiscoveryLog::new(1, &[]);
     let options = SubsystemOptions {
         nqn,
         hosts: None,
@@ -140,7 +139,7 @@ fn subsystem(disk: &Arc<Region>) -> FabricsSubsystem {
         controller,
         controllers_max: 8,
         admin_entries: 32,
-        discovery,
+        discovery: Vec::new(),
         instance_seed: None,
     };
     let limits = QueueLimits { discard_sectors_max: 1 << 20, ..QueueLimits::default() };

@@ -8,7 +8,7 @@ use blkyard_nvme::fabrics::{
 };
 use blkyard_nvme::tcp::{TcpAdminEvent, TcpEnd};
 use blkyard_nvme::tls::TlsHosts;
-use blkyard_nvme::{Connected, DiscoveryLog, NvmeStatus, Sqe};
+use blkyard_nvme::{Connected, NvmeStatus, Sqe};
 use blkyard_sys::EventFlags;
 use blkyard_tls::TlsError;
 
@@ -166,7 +166,7 @@ impl NvmeTcpSession {
             return Ok(());
         }
         let is_authenticated = answer.is_some();
-        self.subsystem.set_discovery(DiscoveryLog::new(1, &discovery_entries(&self.config.disk, connection.local)));
+        self.subsystem.set_discovery(discovery_entries(&self.config.disk, connection.local));
         match self.subsystem.connect(command, data, now_ns) {
             Err(refusal) => {
                 connection.phase = ConnectionPhase::New;

@@ -10,7 +10,7 @@ use blkyard_nvme::tcp::{
 };
 use blkyard_nvme::{
     AdminCompletion, Connected, ControllerOptions, ControllerQueueCommand, ControllerQueueReply, ControllerRequest,
-    ControllerState, DiscoveryEntry, DiscoveryKind, DiscoveryLog, FabricsHostError, FabricsHostEvent, FabricsOptions,
+    ControllerState, DiscoveryEntry, DiscoveryKind, FabricsHostError, FabricsHostEvent, FabricsOptions,
     FabricsSubsystem, NamespaceTable, NextBio, NvmeStatus, ServedNamespace, Sqe, SubsystemOptions,
 };
 
@@ -117,7 +117,7 @@ impl RealTarget {
             controller,
             controllers_max: 8,
             admin_entries: 32,
-            discovery: DiscoveryLog::new(1, &[entry]),
+            discovery: vec![entry],
             instance_seed: Some(7),
         };
         let limits =
@@ -396,7 +396,7 @@ fn the_discovery_service_names_the_subsystem() {
     let mut config = config();
     config.subsystem = Nqn::new(DISCOVERY_NQN).unwrap();
     let mut rig = Rig::new(config);
-    rig.target.real = Some(RealTarget::new(Some(vec![])));
+    rig.target.real = Some(RealTarget::new(Some(vec![rig.host.config().host.clone()])));
     rig.host.start(0);
     rig.run_until(|rig| rig.host.state() == ControllerState::Live);
     let found = rig.events.iter().find_map(|event| match event {

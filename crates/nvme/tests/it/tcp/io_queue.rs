@@ -15,8 +15,8 @@ use blkyard_nvme::tcp::{
     TcpQueueSnapshot, TcpTargetOptions, TcpTargetQueue,
 };
 use blkyard_nvme::{
-    AdminCompletion, AnaGroups, AnaState, Connected, ControllerOptions, Cqe, DiscoveryLog, FabricsOptions,
-    FabricsSubsystem, NamespaceTable, NextBio, NvmeStatus, Psdt, ServedNamespace, Sqe, SubsystemOptions, io,
+    AdminCompletion, AnaGroups, AnaState, Connected, ControllerOptions, Cqe, FabricsOptions, FabricsSubsystem,
+    NamespaceTable, NextBio, NvmeStatus, Psdt, ServedNamespace, Sqe, SubsystemOptions, io,
 };
 use blkyard_wire::nvme_tcp::{Crc32c, DataLimits, Framing, H2cData, IcReq, Pdu, PduEvent, PduReader, PduSender, R2t};
 
@@ -51,7 +51,6 @@ fn subsystem(namespaces: &[u32], groups: &Arc<AnaGroups>) -> FabricsSubsystem {
         ..ControllerOptions::default()
     };
     let nqn = Nqn::new(NAME).unwrap();
-    let discovery = DiscoveryLog::new(1, &[]);
     let options = SubsystemOptions {
         nqn,
         hosts: None,
@@ -59,7 +58,7 @@ fn subsystem(namespaces: &[u32], groups: &Arc<AnaGroups>) -> FabricsSubsystem {
         controller,
         controllers_max: 8,
         admin_entries: 32,
-        discovery,
+        discovery: Vec::new(),
         instance_seed: None,
     };
     let limits =
