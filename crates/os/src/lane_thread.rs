@@ -30,17 +30,21 @@
 //!
 //! Unsafe: reading the CPU clock of a thread takes two calls of the C library.
 
+mod commands;
+
 use std::ops::Range;
 use std::os::unix::thread::JoinHandleExt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel, sync_channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use blkyard_mem::{Mailbox, OneshotReceiver, OneshotSender, oneshot};
+use blkyard_mem::{Mailbox, OneshotSender};
 use blkyard_mq::{Idle, IdlePolicy, Lane, Poller, Slot, TurnStats, Wake};
 
+pub use self::commands::{Admission, MakePoller, NotAdmitted, PolicyChange, Release};
+use self::commands::{LaneCommand, LaneCommands, take_make};
 use crate::clock::{Clock, clock_ns, thread_cpu_use};
 use crate::ring::{Ring, RingConfig, RingCounters, RingError};
 use crate::slice::{LANE_SLICE_NS, shorten_slice};
@@ -159,151 +163,6 @@ pub struct LaneThread<S> {
     has_failed: Arc<AtomicBool>,
     ring: Arc<RingCounters>,
     turns: Arc<TurnStats>,
-}
-
-/// Command to a lane from another thread.
-enum LaneCommand<S> {
-    /// A poller comes to live here; it is made or carried here by this, unless that was taken back. Answered when it
-    /// has entered.
-    Admit(u32, MakeSlot<S>, Sender<()>),
-    /// A poller is to come to rest and leave. The answer is the poller, or none if it stays after all.
-    Leave(u32, OneshotSender<Option<S>>),
-    /// It may stay, if it has not left.
-    Stay(u32),
-    /// Sets the idle policy. Answered when it applies.
-    Policy(IdlePolicy, Sender<()>),
-    /// No more orders.
-    Close,
-}
-
-/// Makes a poller, or unpacks one that comes from another lane.
-pub type MakePoller<S> = Box<dyn FnOnce() -> S + Send>;
-/// It is taken from here by the lane, or back by who gave it.
-type MakeSlot<S> = Arc<Mutex<Option<MakePoller<S>>>>;
-
-fn take_make<S>(slot: &Mutex<Option<MakePoller<S>>>) -> Option<MakePoller<S>> {
-    slot.lock().unwrap_or_else(PoisonError::into_inner).take()
-}
-
-/// A poller on its way to a lane.
-#[must_use]
-pub struct Admission<S> {
-    lane: String,
-    make: MakeSlot<S>,
-    entered: Receiver<()>,
-}
-
-/// A poller that did not come to a lane.
-pub struct NotAdmitted<S> {
-    /// The lane has ended, or does not respond.
-    pub error: LaneError,
-    /// What makes it, unless it is gone with the lane.
-    pub make: Option<MakePoller<S>>,
-}
-
-impl<S> Admission<S> {
-    /// Waits until it has entered. If the lane does not look at its commands for `limit`, the poller is taken back.
-    ///
-    /// # Errors
-    /// See [`NotAdmitted`].
-    pub fn wait(self, limit: Duration) -> Result<(), NotAdmitted<S>> {
-        let error = match self.entered.recv_timeout(limit) {
-            Ok(()) => return Ok(()),
-            Err(RecvTimeoutError::Disconnected) => LaneError::Ended { name: self.lane },
-            Err(RecvTimeoutError::Timeout) => LaneError::Unresponsive { name: self.lane, limit },
-        };
-        match (error, take_make(&self.make)) {
-            // The lane has it.
-            (LaneError::Unresponsive { .. }, None) => Ok(()),
-            (error, make) => Err(NotAdmitted { error, make }),
-        }
-    }
-}
-
-/// A poller that was asked to leave its lane.
-#[must_use]
-pub struct Release<S> {
-    lane: String,
-    poller: u32,
-    answer: OneshotReceiver<Option<S>>,
-    mailbox: Arc<Mailbox<LaneCommand<S>>>,
-    waker: Arc<Waker>,
-}
-
-impl<S> Release<S> {
-    /// Waits until the poller is drained and nothing of it is left on the lane. If that takes longer than `drain`, it
-    /// stays and goes on. The lane has `answer` to say that it does.
-    ///
-    /// # Errors
-    /// It was not drained in time, or the lane has ended or does not respond.
-    pub fn wait(self, drain: Duration, answer: Duration) -> Result<S, LaneError> {
-        let Release { lane: name, poller, .. } = self;
-        let released = match self.answer.recv_timeout(drain) {
-            Ok(released) => released,
-            Err(RecvTimeoutError::Disconnected) => return Err(LaneError::Ended { name }),
-            Err(RecvTimeoutError::Timeout) => {
-                let _ = self.mailbox.send(LaneCommand::Stay(poller));
-                self.waker.wake();
-                // It may have left at the last moment.
-                match self.answer.recv_timeout(answer) {
-                    Ok(released) => released,
-                    Err(RecvTimeoutError::Disconnected) => return Err(LaneError::Ended { name }),
-                    // From here on the lane keeps it.
-                    Err(RecvTimeoutError::Timeout) => match self.answer.close() {
-                        Some(released) => released,
-                        None => return Err(LaneError::Unresponsive { name, limit: answer }),
-                    },
-                }
-            }
-        };
-        released.ok_or(LaneError::Restless { name, poller, limit: drain })
-    }
-}
-
-/// A change of policy that lanes were told of.
-#[must_use]
-pub struct PolicyChange(Vec<(String, Receiver<()>)>);
-
-impl PolicyChange {
-    pub(crate) fn of(told: impl Iterator<Item = (String, Receiver<()>)>) -> PolicyChange {
-        PolicyChange(told.collect())
-    }
-
-    /// Waits until it is in force on all of them.
-    ///
-    /// # Errors
-    /// A lane has ended, or none answered for `limit`. It is in force on the others, and will be on one that goes on.
-    pub fn wait(self, limit: Duration) -> Result<(), LaneError> {
-        let begin = Instant::now();
-        let wait = |(name, done): (String, Receiver<()>)| {
-            done.recv_timeout(limit.saturating_sub(begin.elapsed())).map_err(|error| match error {
-                RecvTimeoutError::Disconnected => LaneError::Ended { name },
-                RecvTimeoutError::Timeout => LaneError::Unresponsive { name, limit },
-            })
-        };
-        let outcomes: Vec<_> = self.0.into_iter().map(wait).collect();
-        outcomes.into_iter().collect()
-    }
-}
-
-/// Where orders are given.
-struct LaneCommands<S> {
-    mailbox: Arc<Mailbox<LaneCommand<S>>>,
-    waker: Arc<Waker>,
-}
-
-impl<S> LaneCommands<S> {
-    /// If the lane is gone the order is dropped, and with it the channel for the answer.
-    fn give(&self, order: LaneCommand<S>) {
-        let _ = self.mailbox.send(order);
-        self.waker.wake();
-    }
-}
-
-impl<S> Drop for LaneCommands<S> {
-    fn drop(&mut self) {
-        self.give(LaneCommand::Close);
-    }
 }
 
 /// Ends the lane, since the kernel refuses its ring: its requests cannot complete and its queues are no longer served.
@@ -609,32 +468,18 @@ impl<S> LaneThread<S> {
     /// Has a poller live here from now on, under a name that no other one here has. It is made, or unpacked, on the
     /// lane's thread.
     pub(crate) fn begin_admit(&self, name: u32, make: MakePoller<S>) -> Admission<S> {
-        let (told, entered) = channel();
-        let make = Arc::new(Mutex::new(Some(make)));
-        self.orders.give(LaneCommand::Admit(name, Arc::clone(&make), told));
-        Admission { lane: self.name.clone(), make, entered }
+        self.orders.admit(&self.name, name, make)
     }
 
     /// Asks for a poller back that lives here.
     pub(crate) fn begin_release(&self, name: u32) -> Release<S> {
-        let (given, answer) = oneshot();
-        self.orders.give(LaneCommand::Leave(name, given));
-        let LaneCommands { mailbox, waker } = &self.orders;
-        Release {
-            lane: self.name.clone(),
-            poller: name,
-            answer,
-            mailbox: Arc::clone(mailbox),
-            waker: Arc::clone(waker),
-        }
+        self.orders.release(&self.name, name)
     }
 
     /// Changes how long it turns without work before it sleeps; from its next turn on. Says what it is called, and
     /// where it answers.
     pub(crate) fn set_policy(&self, policy: IdlePolicy) -> (String, Receiver<()>) {
-        let (done, wait) = channel();
-        self.orders.give(LaneCommand::Policy(policy, done));
-        (self.name.clone(), wait)
+        (self.name.clone(), self.orders.set_policy(policy))
     }
 
     /// Counters of its ring.
@@ -693,8 +538,10 @@ fn panicked(name: &str, thread: JoinHandle<()>) -> LaneError {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use blkyard_mem::oneshot;
     use blkyard_mq::PollerState;
     use std::os::fd::{AsRawFd, BorrowedFd};
+    use std::sync::mpsc::RecvTimeoutError;
 
     /// A poller that makes the kernel refuse the ring when it is run.
     struct Breaker(Option<std::sync::mpsc::Receiver<()>>);
