@@ -26,7 +26,6 @@ mod device;
 mod history;
 mod hold_off;
 mod line;
-mod room;
 mod shared;
 mod tenure;
 mod turn;
@@ -35,7 +34,6 @@ mod write_cost;
 use self::device::{DeviceEstimate, DeviceRead};
 use self::history::StreamHistory;
 use self::line::{MemberQueue, MemberShare};
-use self::room::Room;
 use self::shared::DepthShare;
 pub use self::shared::SharedDepth;
 pub use self::tenure::SharedTenure;
@@ -207,8 +205,6 @@ pub(crate) struct Fair {
     turn: Option<ActiveTurn>,
     /// When this queue, of all of the device, has it.
     tenure: Tenure,
-    /// Writeback credit of the streams.
-    room: Room,
     /// Sorted batch of the turn's owner: distance ahead of its position, and slot, of each bio; the nearest one last.
     batch: Vec<(u64, u32)>,
     /// Stream of the bio returned last, for joins.
@@ -268,7 +264,6 @@ impl Fair {
             turn: None,
             tenure: if config.per_queue { SharedTenure::default() } else { info.tenure.clone() }
                 .join(&config, info.volatile_cache),
-            room: Room::default(),
             batch: Vec::with_capacity(bios_max),
             last: None,
             waiting: [0; CLASSES],

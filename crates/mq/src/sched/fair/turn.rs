@@ -11,9 +11,8 @@
 //! full write cache and includes its [hold-off](super::hold_off). Time that reads lose to destaging all the same is
 //! charged to the writers, together with that of their turns, [by price](super::write_cost).
 //!
-//! Of several returning streams, such as those that wait for [room](super::room) in one page cache, the least served
-//! one is next, with no more than its part of the credit. The random streams come first: each of their streams waits
-//! for one bio.
+//! Of several returning streams, such as those that wait for room in one page cache, the least served one is next. The
+//! random streams come first: each of their streams waits for one bio.
 //!
 //! While other streams wait, an owner has only as much in flight as fits in the rest of its turn, by the service time
 //! of its bios. So a turn of random streams ends in time, and a sequential stream uses all the depth it needs.
@@ -54,13 +53,10 @@ pub(super) struct ActiveTurn {
     late: bool,
     /// No further dispatch.
     closing: bool,
-    /// Bytes dispatched in the turn, and their limit.
+    /// Bytes dispatched in the turn.
     pub(super) bytes: u64,
-    bytes_max: u64,
     /// [Price](super::write_cost) of the writes in the turn, bytes.
     pub(super) price: u64,
-    /// Whether no other stream waited when it began.
-    alone: bool,
     /// Time that its reads lost to earlier writes.
     lost_ns: u64,
     /// When something of it ended last, and of which stream that was.
@@ -96,9 +92,6 @@ impl Fair {
         let (class, sync) = (usize::from(stream.class), stream.sync);
         stream.share.needs = if sync { 0 } else { slice_ns };
         let due = self.turn_due(at);
-        if at != self.seek_groups[class] {
-            self.room.came(&mut self.streams.get_mut(at).share);
-        }
         self.turns[class].enter(&mut self.streams, at, due, sync, now_ns);
     }
 
@@ -141,8 +134,8 @@ impl Fair {
             if now_ns >= end_ns && !others {
                 turn.began_ns = Some(now_ns);
             }
-            let used_up = now_ns >= end_ns || turn.bytes >= turn.bytes_max;
-            turn.closing |= preempted || (used_up && others) || self.tenure.is_over(now_ns) || !self.tenure.holds();
+            turn.closing |=
+                preempted || (now_ns >= end_ns && others) || self.tenure.is_over(now_ns) || !self.tenure.holds();
             self.turn = Some(turn);
             let in_flight = self.in_flight();
             if turn.closing {
@@ -224,12 +217,6 @@ impl Fair {
             }
             self.turns[class].pop(&mut self.streams);
             let late = self.waiting[..class].iter().any(|waiting| *waiting > 0);
-            let alone =
-                self.waiting.iter().sum::<usize>() == self.waiting_of(who, class) && !self.tenure.is_wanted(now_ns);
-            let stream = self.streams.get(who);
-            let is_one = stream.sync && who != self.seek_groups[class];
-            let others = self.turns[class].len();
-            let bytes_max = if is_one { self.room.part(&stream.share, others) } else { u64::MAX };
             // Its due may have become less meanwhile.
             let most = if late { self.turns[class].least() } else { due.max(least) };
             let slice_ns = credit.max(self.turns[class].least()).min(most) as u64;
@@ -242,9 +229,7 @@ impl Fair {
                 late,
                 closing: false,
                 bytes: 0,
-                bytes_max,
                 price: 0,
-                alone,
                 lost_ns: 0,
                 ended_ns: now_ns,
                 last: who,
@@ -272,12 +257,9 @@ impl Fair {
         let is_seek_group = turn.who == self.seek_groups[class];
         let FairStream { share, .. } = self.streams.get_mut(turn.who);
         share.credit = share.credit.saturating_sub_unsigned(charged_ns);
-        if !sync {
-            self.room.wrote(turn.bytes, turn.alone);
-        } else if is_seek_group {
-            self.room.seek_group_served();
-        } else {
-            self.room.had(share, turn.bytes);
+        if sync && !is_seek_group {
+            let bytes = turn.bytes.saturating_mul(u64::from(WEIGHT)) / u64::from(share.weight.max(1));
+            share.served = share.served.saturating_add(bytes);
         }
         if is_seek_group && self.mixing[class] == 0 {
             // The front of its queue is idle, and leaves it.
@@ -290,7 +272,7 @@ impl Fair {
         }
         let least = self.turns[class].least().max(stream.share.needs);
         let rest_ns = (turn.slice_ns as i64).saturating_sub_unsigned(used_ns).min(stream.share.credit);
-        if wants_more && turn.bytes < turn.bytes_max && rest_ns >= least {
+        if wants_more && rest_ns >= least {
             return self.turns[class].enter_first(&mut self.streams, turn.who, turn.since_ns);
         }
         let used_up = stream.sync && stream.share.credit < self.turns[class].least();
