@@ -16,10 +16,9 @@
 //! A single read may have waited for another cause: garbage collection of flash, or a disk's destaging. So near reads
 //! count with about the time of the quicker ones, and of the far ones six of eight must agree.
 
-/// A read this far from the end of the one before is near, sectors: 1 MiB, which a disk's arm need not move for.
+/// A read this far from the end of the one before is near, sectors: 1 MiB, which a disk's arm need not move for. All
+/// others are far.
 const NEAR_SECTORS: u64 = 2048;
-/// And this far is far: 64 MiB, which it must move for and then wait for the platter.
-const FAR_SECTORS: u64 = 128 << 10;
 /// Size classes, each twice as large as the one before: up to 4 KiB, and so on; the last one has all above 1 MiB.
 const SIZES: usize = 10;
 /// Upper bound of the first one, sectors.
@@ -144,9 +143,6 @@ impl DeviceEstimate {
         if self.request_sectors > 0 {
             self.near[size_class(self.request_sectors)].add(self.request_ns);
             self.request_sectors = 0;
-        }
-        if distance > NEAR_SECTORS && distance < FAR_SECTORS {
-            return false;
         }
         // A queue that takes the device for a disk has it alone, for tenures.
         if company && !self.seeks {
