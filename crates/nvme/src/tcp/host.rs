@@ -352,11 +352,15 @@ impl TcpHostQueue {
         (left > 0).then(|| self.slots[usize::from(receiving.slot)].data.next(left))
     }
 
-    /// So many bytes were received into the [destination](TcpHostQueue::destination).
+    /// So many bytes were received into the [destination](TcpHostQueue::destination). Those of a connection that was
+    /// [given up](TcpHostQueue::abandon) meanwhile are dropped: they came before its owner could know.
     ///
     /// # Panics
     /// If they are more than it has.
     pub fn received(&mut self, memory: &RegionTable, bytes: u32) {
+        if self.end.is_some() {
+            return;
+        }
         let destination = self.destination().unwrap_or_default();
         assert!(bytes <= destination.len, "{bytes} bytes for a destination of {}", destination.len);
         if let Some(digest) = self.reader.skip_data(bytes) {

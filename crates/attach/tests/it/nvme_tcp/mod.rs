@@ -5,7 +5,7 @@ mod target;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use blkyard_attach::{AttachError, TcpNamespace, TcpNamespaceConfig, TcpNamespaceQueue};
 use blkyard_mem::Region;
@@ -18,6 +18,8 @@ use target::{DISK_BYTES, NAME, Target};
 use crate::common::{PATIENCE, SLOTS, User};
 
 const BLOCK: usize = 4096;
+/// Time for another thread to do what it has begun.
+const LULL: Duration = Duration::from_millis(20);
 
 fn config(address: SocketAddr, queues: u16) -> TcpNamespaceConfig {
     let mut host = FabricsHostConfig::new(Nqn::new("nqn.host").unwrap(), [7; 16], Nqn::new(NAME).unwrap());
@@ -108,6 +110,29 @@ fn cut_connections_are_made_again_and_io_goes_on() {
         exercise(&mut user, round);
     }
     assert!(disk.view().sessions > 1);
+}
+
+#[test]
+fn connection_may_be_given_up_while_data_of_reads_comes_in() {
+    let target = Target::start();
+    let disk = attach(&target, 1);
+    let mut user = user(&disk, QueueKind::Default);
+    exercise(&mut user, 0);
+    for turns in 1..5 {
+        let executed = target.commands();
+        (0..SLOTS).for_each(|slot| user.submit(Op::Read, slot, slot));
+        user.turn();
+        crate::common::until("the target has all reads", || target.commands() == executed + SLOTS);
+        std::thread::sleep(LULL);
+        // More than is received at once: the kernel has received the rest of a read into its place by then.
+        (0..turns).for_each(|_| _ = user.turn());
+        target.cut();
+        crate::common::until("the control thread has noticed", || !disk.view().is_connected);
+        std::thread::sleep(LULL);
+        user.drain();
+        assert!(user.ended.drain(..).all(|bio| bio.status == Status::Ok), "after {turns} turns");
+        exercise(&mut user, 0);
+    }
 }
 
 #[test]

@@ -2,7 +2,10 @@
 
 use blkyard_mq::{Cancellations, FenceEvidence, Op, PathGeneration, Status, TakenBio};
 use blkyard_nvme::fabrics::{DISCOVERY_NQN, Nqn, fabrics_status};
-use blkyard_nvme::{ControllerState, DiscoveryLog, FabricsHostError, FabricsHostEvent, FabricsQueueReport, NvmeStatus};
+use blkyard_nvme::{
+    ControllerState, DiscoveryLog, FabricsHostError, FabricsHostEvent, FabricsIoQueue, FabricsQueueCommand,
+    FabricsQueueReport, NvmeStatus,
+};
 
 use crate::fabrics::rig::{MS, Rig, config};
 
@@ -438,4 +441,30 @@ fn a_queue_can_be_dropped_with_requests_in_flight() {
     at_target(&mut rig, 1, Op::Write, 2, 1);
     assert_eq!(rig.lanes[0].hw.in_flight(), 2);
     drop(rig);
+}
+
+#[test]
+fn bytes_received_directly_before_the_queue_learns_of_an_end_are_dropped() {
+    let close = |queue: &mut FabricsIoQueue| queue.command(FabricsQueueCommand::Close);
+    for (ends, is_lost) in [(close as fn(&mut FabricsIoQueue), false), (FabricsIoQueue::lost, true)] {
+        let mut rig = Rig::live(config(), 1);
+        at_target(&mut rig, 1, Op::Read, 3, 0);
+        rig.target.execute_all();
+        let connection = &mut rig.target.connections[rig.lanes[0].connection.unwrap()];
+        connection.pump();
+        connection.to_host.deliver(100);
+        let received = std::mem::take(&mut connection.to_host.received);
+        let queue = &mut rig.lanes[0].hw.driver_mut().0;
+        queue.receive(&received);
+        let destination = queue.destination().expect("data is coming in");
+        ends(queue);
+        // The kernel had received before: its completion was reaped, and waited in the inbox.
+        queue.received(destination.len);
+        queue.receive(&[0; 4]);
+        assert_eq!(queue.destination(), None);
+        if is_lost {
+            rig.run_until(|rig| rig.ended.len() == 1);
+            assert_eq!(rig.statuses(), [Status::Ok], "it is sent again");
+        }
+    }
 }
