@@ -1,12 +1,12 @@
 //! The thread that runs a lane: it owns a ring, the pollers built on it, and the one place where they sleep.
 //!
 //! ```text
-//!   ┌─▶ now ─▶ reap ─▶ unpark ─▶ orders ─▶ turn ─▶ watch parked ─▶ part ─┬─ Turn ──▶ submit ────────────┐
-//!   │                                                                    ├─ Sleep ─▶ prepare ─▶         │
-//!   │                                                                    │      watch active ─▶ sleep ──┤
-//!   └────────────────────────────────────────────────────────────────────┼──────────────────────────────┘
-//!                                                                        └─ End ──▶ the thread ends, once
-//!                                                                                   no command can come
+//!   ┌─▶ now ─▶ reap ─▶ unpark ─▶ commands ─▶ turn ─▶ watch parked ─▶ part ─┬─ Turn ──▶ submit ────────────┐
+//!   │                                                                      ├─ Sleep ─▶ prepare ─▶         │
+//!   │                                                                      │      watch active ─▶ sleep ──┤
+//!   └──────────────────────────────────────────────────────────────────────┼──────────────────────────────┘
+//!                                                                          └─ End ──▶ the thread ends, once
+//!                                                                                     no command can come
 //! ```
 //!
 //! Commands admit a poller, ask for one back, or let it stay after all; they come through a [`Mailbox`]. The eventfds
@@ -159,7 +159,7 @@ const EVENTFDS_EACH: usize = 2;
 pub struct LaneThread<S> {
     name: String,
     thread: JoinHandle<()>,
-    orders: LaneCommands<S>,
+    commands: LaneCommands<S>,
     has_failed: Arc<AtomicBool>,
     ring: Arc<RingCounters>,
     turns: Arc<TurnStats>,
@@ -226,7 +226,7 @@ where
     let thread = std::thread::Builder::new().name(name.clone()).spawn(run).map_err(failed)?;
     match started.recv() {
         Ok(Ok((ring, turns))) => {
-            Ok(LaneThread { name, thread, orders: LaneCommands { mailbox, waker }, has_failed, ring, turns })
+            Ok(LaneThread { name, thread, commands: LaneCommands { mailbox, waker }, has_failed, ring, turns })
         }
         Ok(Err(error)) => {
             let _ = thread.join();
@@ -247,14 +247,14 @@ fn pin(config: &LaneConfig) -> Result<(), LaneError> {
     })
 }
 
-/// The lane's end of the orders.
+/// The lane's end of the commands.
 struct Mail<S> {
     mailbox: Arc<Mailbox<LaneCommand<S>>>,
     /// Who waits for which poller.
     asked: Vec<(u32, OneshotSender<Option<S>>)>,
     /// The kernel refuses the ring.
     has_failed: Arc<AtomicBool>,
-    /// No order will come any more.
+    /// No command will come any more.
     closed: bool,
 }
 
@@ -289,7 +289,7 @@ impl<S: Poller<Ring>> Turning<S> {
                 self.lane.unpark_all();
             }
             if self.mail.mailbox.is_pending() {
-                self.read_orders();
+                self.read_commands();
             }
             let idle = self.lane.turn(&mut self.ring, now_ns);
             self.watch_parked(now_ns);
@@ -374,9 +374,9 @@ impl<S: Poller<Ring>> Turning<S> {
     }
 
     #[cold]
-    fn read_orders(&mut self) {
-        for order in self.mail.mailbox.take() {
-            match order {
+    fn read_commands(&mut self) {
+        for command in self.mail.mailbox.take() {
+            match command {
                 LaneCommand::Admit(name, make, entered) => {
                     if let Some(make) = take_make(&make) {
                         self.admit(name, make());
@@ -462,24 +462,24 @@ impl<S> LaneThread<S> {
 
     /// Wakes the lane from any thread, after a message to one of its pollers or a new eventfd.
     pub fn waker(&self) -> Arc<dyn Wake> {
-        Arc::clone(&self.orders.waker) as Arc<dyn Wake>
+        Arc::clone(&self.commands.waker) as Arc<dyn Wake>
     }
 
     /// Has a poller live here from now on, under a name that no other one here has. It is made, or unpacked, on the
     /// lane's thread.
     pub(crate) fn begin_admit(&self, name: u32, make: MakePoller<S>) -> Admission<S> {
-        self.orders.admit(&self.name, name, make)
+        self.commands.admit(&self.name, name, make)
     }
 
     /// Asks for a poller back that lives here.
     pub(crate) fn begin_release(&self, name: u32) -> Release<S> {
-        self.orders.release(&self.name, name)
+        self.commands.release(&self.name, name)
     }
 
     /// Changes how long it turns without work before it sleeps; from its next turn on. Says what it is called, and
     /// where it answers.
     pub(crate) fn set_policy(&self, policy: IdlePolicy) -> (String, Receiver<()>) {
-        (self.name.clone(), self.orders.set_policy(policy))
+        (self.name.clone(), self.commands.set_policy(policy))
     }
 
     /// Counters of its ring.
@@ -511,7 +511,7 @@ impl<S> LaneThread<S> {
     /// # Errors
     /// It panicked.
     pub fn join(self) -> Result<(), LaneError> {
-        drop(self.orders);
+        drop(self.commands);
         end(&self.name, self.thread)
     }
 }
@@ -593,7 +593,7 @@ mod tests {
             std::thread::sleep(Duration::from_millis(1));
         }
         let (answer, came) = oneshot();
-        lane.orders.give(LaneCommand::Leave(0, answer));
+        lane.commands.give(LaneCommand::Leave(0, answer));
         assert!(matches!(came.recv_timeout(Duration::from_secs(30)), Err(RecvTimeoutError::Disconnected)));
         assert!(!lane.thread.is_finished(), "its I/O is not over");
         drop(over);

@@ -23,7 +23,7 @@ pub(super) enum LaneCommand<S> {
     Stay(u32),
     /// Sets the idle policy. Answered when it applies.
     Policy(IdlePolicy, Sender<()>),
-    /// No more orders.
+    /// No more commands.
     Close,
 }
 
@@ -137,16 +137,16 @@ impl PolicyChange {
     }
 }
 
-/// Where orders are given.
+/// Where commands are given.
 pub(super) struct LaneCommands<S> {
     pub(super) mailbox: Arc<Mailbox<LaneCommand<S>>>,
     pub(super) waker: Arc<Waker>,
 }
 
 impl<S> LaneCommands<S> {
-    /// If the lane is gone the order is dropped, and with it the channel for the answer.
-    pub(super) fn give(&self, order: LaneCommand<S>) {
-        let _ = self.mailbox.send(order);
+    /// If the lane is gone the command is dropped, and with it the channel for the answer.
+    pub(super) fn give(&self, command: LaneCommand<S>) {
+        let _ = self.mailbox.send(command);
         self.waker.wake();
     }
 
