@@ -23,7 +23,7 @@ use blkyard_wire::nvme_tcp::{
 
 pub use self::snapshot::TcpQueueSnapshot;
 use super::data::CommandData;
-use super::list::{SendList, update_digest};
+use super::list::SendList;
 use super::{TcpEnd, sgl};
 use crate::host::{SLOT_MASK, cid};
 use crate::{Cqe, NvmeStatus, Psdt, Sqe};
@@ -423,29 +423,6 @@ impl TcpTargetQueue {
                 Ok(Some(event)) => return Some(event),
                 Err(error) => return Some(self.violate(error)),
             }
-        }
-    }
-
-    /// Destination of the next bytes of the stream if they are data, as far as it is contiguous: they may be received
-    /// into it directly.
-    pub fn destination(&self) -> Option<Segment> {
-        let Some(TargetReceiving::Slot(slot)) = self.receiving else { return None };
-        let left = self.reader.data_left();
-        (left > 0).then(|| self.slots[usize::from(slot)].data.next(left))
-    }
-
-    /// So many bytes were received into the [destination](TcpTargetQueue::destination).
-    ///
-    /// # Panics
-    /// If they are more than it has.
-    pub fn received(&mut self, memory: &RegionTable, bytes: u32) {
-        let destination = self.destination().unwrap_or_default();
-        assert!(bytes <= destination.len, "{bytes} bytes for a destination of {}", destination.len);
-        if let Some(digest) = self.reader.skip_data(bytes) {
-            update_digest(digest, memory, Segment { len: bytes, ..destination });
-        }
-        if let Some(TargetReceiving::Slot(slot)) = self.receiving {
-            self.slots[usize::from(slot)].data.advance(bytes);
         }
     }
 

@@ -480,15 +480,6 @@ impl World {
         let received = std::mem::take(&mut self.to_target.received);
         let mut bytes = &received[..];
         loop {
-            if let Some(destination) = self.target.destination().filter(|_| !bytes.is_empty() && self.chance.one_in(2))
-            {
-                let len = (destination.len as usize).min(bytes.len());
-                self.target_memory.resolve(destination).unwrap().part(0, len).copy_from_slice(&bytes[..len]);
-                self.target.received(&self.target_memory, len as u32);
-                bytes = &bytes[len..];
-                self.seen.direct += 1;
-                continue;
-            }
             let memory = &self.target_memory;
             let event = self.target.receive(&mut bytes, |segment, piece| {
                 memory.resolve(segment).unwrap().copy_from_slice(piece);
