@@ -176,12 +176,14 @@ fn a_key_is_of_one_host_and_what_it_protects_is_not_on_the_wire() {
     let has = |bytes: &[u8]| wire.windows(bytes.len()).any(|seen| seen == bytes);
     assert!(wire.len() > 2 * 4096 && has(format!("{OTHER} {NQN}").as_bytes()), "the identity is sent in the clear");
     assert!(pattern(4096, 1).chunks(16).all(|piece| !has(piece)), "and the data is not");
-    // The discovery service is for all, and says what its subsystem wants.
+    // The discovery service is for all, and says to a host that may use its subsystem what that wants.
     let mut discovery = TcpQueue::initialized(address);
     assert!(discovery.connect(DISCOVERY_NQN, "nqn.2026-11.test:anybody", 0, ANY_CONTROLLER, 0).status.is_success());
     let (ip, port) = (address.ip().to_string(), address.port().to_string());
     let told = succeed(folder, &["nvme", "discover", "-a", &ip, "-s", &port, "-q", HOST]);
     assert!(told.contains("treq:    required") && told.contains("tls13"), "{told}");
+    let told = succeed(folder, &["nvme", "discover", "-a", &ip, "-s", &port, "-q", "nqn.2026-11.test:anybody"]);
+    assert!(!told.contains(NQN), "a host without a key is shown it: {told}");
     daemon.stop();
 }
 
