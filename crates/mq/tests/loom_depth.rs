@@ -106,7 +106,7 @@ fn a_queue_that_reads_news_knows_the_limit() {
         // The limit was reached: otherwise the measurement says nothing about the depth.
         measured.wait_ns(COST, 1);
         let mut now_ns = 2 * ALONE_NS;
-        (0..TURN_ENDS).for_each(|_| measured.ended(COST, now_ns));
+        (0..TURN_ENDS).for_each(|_| measured.ended(COST, false, now_ns));
         let mut alone = shared.join(0, 100);
         look(&mut alone, now_ns);
         alone.took(COST);
@@ -114,7 +114,7 @@ fn a_queue_that_reads_news_knows_the_limit() {
         look(&mut alone, now_ns);
         assert!(!alone.has_company() && !alone.is_far_beyond(FAR));
         let other = thread::spawn(move || {
-            measured.ended(COST, now_ns);
+            measured.ended(COST, false, now_ns);
             measured
         });
         look(&mut alone, now_ns + 1);
@@ -131,13 +131,13 @@ fn counts_never_decrease_when_a_submitter_gets_a_new_owner() {
         (0..3).for_each(|_| leaves.took(COST));
         let other = thread::spawn(move || {
             // Each is written down at once; the regulator counts both.
-            leaves.ended(COST, LOOK_NS);
-            leaves.ended(COST, 2 * LOOK_NS);
+            leaves.ended(COST, false, LOOK_NS);
+            leaves.ended(COST, false, 2 * LOOK_NS);
         });
         // On the same submitter, if the other owner has left it by now.
         let mut joins = shared.join(0, 100);
         joins.took(COST);
-        joins.ended(COST, 5 * LOOK_NS);
+        joins.ended(COST, false, 5 * LOOK_NS);
         other.join().unwrap();
     });
 }

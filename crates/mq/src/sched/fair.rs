@@ -226,6 +226,9 @@ fn cost(bio: &Bio) -> u64 {
     PRICE as u64 + bio.moves_bytes()
 }
 
+/// Mark in a bio's scheduler word, beside its stream: it was the only one that the stream had.
+const LONE: u32 = 1 << 31;
+
 /// Marks in the key of a stream, beside its class and its number: asynchronous writes of a submitter, the random
 /// streams of a class, and a sequence.
 const ASYNC_KEY: u64 = 1 << 40;
@@ -457,9 +460,12 @@ impl Fair {
 
     /// A bio was taken out of a stream.
     #[inline]
-    fn hand_out(&mut self, at: u32, bio: Box<Bio>) -> Box<Bio> {
+    fn hand_out(&mut self, at: u32, mut bio: Box<Bio>) -> Box<Bio> {
         let stream = self.streams.get_mut(at);
         let class = usize::from(stream.class);
+        if stream.in_flight == 0 && stream.bios.is_empty() {
+            bio.scheduler_word |= LONE;
+        }
         stream.in_flight += 1;
         if stream.mixes {
             stream.share.credit -= bio.moves_bytes().min(COUNTED_MAX) as i64;
@@ -581,7 +587,7 @@ impl Scheduler for Fair {
 
     fn ended(&mut self, bio: &Bio, start_ns: u64, now_ns: u64) {
         // The stream keeps its slot while a request of it is in flight.
-        let at = bio.scheduler_word;
+        let (at, lone) = (bio.scheduler_word & !LONE, bio.scheduler_word & LONE > 0);
         let stream = self.streams.get_mut(at);
         stream.in_flight -= 1;
         stream.history.ended(now_ns);
@@ -597,7 +603,7 @@ impl Scheduler for Fair {
         if over {
             self.rest(at);
         }
-        self.depth.ended(cost(bio), now_ns);
+        self.depth.ended(cost(bio), lone, now_ns);
         if self.config.device == FairDevice::Measured {
             if bio.op == Op::Read {
                 let (company, in_a_row) = (self.depth.has_company(), !mixes);

@@ -226,6 +226,13 @@ mod tests {
         assert!(set.work > FLASH_WORK && set.longest_ms[0] < 2.0 * set.longest_ms[1], "{set:?}");
     }
 
+    /// Many steps of depth, each of which loses little, lost 8 % together.
+    #[test]
+    fn a_path_read_by_many_streams_keeps_the_depth_that_it_needs() {
+        let set = measure(DrawnDevice::Path, 241, &mut BTreeMap::new()).unwrap();
+        assert!(set.work > FLASH_WORK, "{set:?}");
+    }
+
     #[test]
     fn flash_behind_queues_that_wait_for_each_other_is_not_taken_for_a_disk() {
         let set = measure(DrawnDevice::NewFlash, 9, &mut BTreeMap::new()).unwrap();

@@ -255,4 +255,11 @@ mod tests {
             |name: &str| part.rows.iter().find(|row| row.name == name).and_then(|row| part.value(row, "p99_times"));
         assert!(times("none") > Some(20.0) && times("alone") == Some(1.0), "{:?}", part.rows);
     }
+
+    /// The reader gains by less depth, at the expense of what the writer does: that is no loss of throughput.
+    #[test]
+    fn on_a_path_large_writes_leave_a_reader_its_latency() {
+        let part = path_writes(TimesliceLength { runs: 1, seconds: 6 }, 1).unwrap();
+        assert!(part.goals.len() == 2 && part.goals.iter().all(Goal::is_met), "{:?}", part.goals);
+    }
 }

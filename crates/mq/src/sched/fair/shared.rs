@@ -25,7 +25,7 @@ use blkyard_mem::sync::{
     Ordering::{Acquire, Relaxed, Release},
 };
 
-use super::depth::{Depth, DepthLimit};
+use super::depth::{Completions, Depth, DepthLimit};
 
 /// Queues of one device that share it: the queues of four exports with as many as one can have. Those beyond share it
 /// as it pleases.
@@ -89,8 +89,7 @@ struct Read {
 struct Regulator {
     depth: Depth,
     /// Completions at the last measurement.
-    ends: u64,
-    cost: u64,
+    ended: Completions,
 }
 
 #[derive(Default)]
@@ -109,7 +108,15 @@ struct DepthMember {
     ended_ns: AtomicU64,
     /// Completions since the table was made, of all owners of the slot.
     ends: AtomicU64,
+    lone: AtomicU64,
     cost: AtomicU64,
+}
+
+impl DepthMember {
+    fn ended(&self) -> Completions {
+        let [ends, lone, cost] = [&self.ends, &self.lone, &self.cost].map(|word| word.load(Relaxed));
+        Completions { ends, lone, cost }
+    }
 }
 
 /// One queue's access to the shared depth. Amounts are in the unit of [`Depth`].
@@ -125,8 +132,7 @@ pub(super) struct DepthShare {
     had: u64,
     peak: u64,
     turn: u64,
-    ends: u64,
-    cost: u64,
+    ended: Completions,
     /// It was refused, and has dispatched nothing since; and its slot says that room was lacking.
     refused: bool,
     lacking: bool,
@@ -174,8 +180,7 @@ impl SharedDepth {
             had: 0,
             peak: 0,
             turn: 0,
-            ends: member.ends.load(Relaxed),
-            cost: member.cost.load(Relaxed),
+            ended: member.ended(),
             refused: false,
             lacking: false,
             seen_ns: 0,
@@ -205,7 +210,7 @@ impl Table {
                 bound: AtomicBool::new(false),
             }),
             members: (0..MEMBERS_MAX).map(|_| Arc::default()).collect(),
-            regulator: Mutex::new(Regulator { depth, ends: 0, cost: 0 }),
+            regulator: Mutex::new(Regulator { depth, ended: Completions::default() }),
         }
     }
 
@@ -221,19 +226,18 @@ impl Table {
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             Err(TryLockError::WouldBlock) => return,
         };
-        let Regulator { depth, ends, cost } = &mut *regulator;
+        let Regulator { depth, ended } = &mut *regulator;
         let Read { look_ns, turn, bound, .. } = &self.read.0;
         look_ns.store(now_ns + LOOK_NS, Relaxed);
         let sum = |of: fn(&DepthMember) -> &AtomicU64| {
             self.members().iter().map(|member| of(&member.0).load(Relaxed)).sum::<u64>()
         };
-        let [ends_now, cost_now] = [sum(|member| &member.ends), sum(|member| &member.cost)];
+        let all = self.members().iter().fold(Completions::default(), |sum, member| sum + member.0.ended());
         depth.stands(sum(|member| &member.has), sum(|member| &member.peak), bound.load(Relaxed));
-        if depth.ended(ends_now - *ends, cost_now - *cost, now_ns) {
+        if depth.ended(all - std::mem::replace(ended, all), now_ns) {
             turn.store(turn.load(Relaxed) + 1, Relaxed);
             bound.store(false, Relaxed);
         }
-        (*ends, *cost) = (ends_now, cost_now);
         let (DepthLimit { all, small, mib_ns }, read) = (depth.limit(), &self.read.0);
         let words = [&read.depth, &read.limit, &read.small, &read.mib_ns];
         let mut changed = false;
@@ -383,13 +387,12 @@ impl DepthShare {
         }
     }
 
-    /// A request of this cost has ended.
+    /// A bio of this cost has ended, which its stream may have had alone.
     #[inline]
-    pub(super) fn ended(&mut self, cost: u64, now_ns: u64) {
+    pub(super) fn ended(&mut self, cost: u64, lone: bool, now_ns: u64) {
         let had = self.has;
         self.has -= cost;
-        self.ends += 1;
-        self.cost += cost;
+        self.ended = self.ended + Completions { ends: 1, lone: u64::from(lone), cost };
         self.member.0.has.store(self.has, Relaxed);
         if now_ns != self.ended_ns {
             self.write_down(had, now_ns);
@@ -406,8 +409,10 @@ impl DepthShare {
             (self.turn, self.peak) = (turn, had);
             member.peak.store(had, Relaxed);
         }
-        member.ends.store(self.ends, Relaxed);
-        member.cost.store(self.cost, Relaxed);
+        let Completions { ends, lone, cost } = self.ended;
+        member.ends.store(ends, Relaxed);
+        member.lone.store(lone, Relaxed);
+        member.cost.store(cost, Relaxed);
         self.ended_ns = now_ns;
         member.ended_ns.store(now_ns, Relaxed);
         if now_ns >= read.look_ns.load(Relaxed) {
@@ -477,7 +482,7 @@ mod tests {
     }
 
     fn end(share: &mut DepthShare, count: usize, now_ns: u64) {
-        (0..count).for_each(|_| share.ended(COST, now_ns));
+        (0..count).for_each(|_| share.ended(COST, false, now_ns));
     }
 
     #[test]
@@ -521,9 +526,9 @@ mod tests {
         take(&mut queues[0], 1, 2 * MS);
         end(&mut queues[0], 1, 3 * MS);
         let member = &queues[0].member.0;
-        let words =
-            [&member.has, &member.peak, &member.ends, &member.cost, &member.ended_ns].map(|word| word.load(Relaxed));
-        assert_eq!(words, [4 * COST, 7 * COST, 4, 4 * COST, 3 * MS]);
+        let words = [&member.has, &member.peak, &member.ends, &member.lone, &member.cost, &member.ended_ns]
+            .map(|word| word.load(Relaxed));
+        assert_eq!(words, [4 * COST, 7 * COST, 4, 0, 4 * COST, 3 * MS]);
     }
 
     #[test]
