@@ -1,5 +1,7 @@
 //! Reasons why an association is lost or given up.
 
+use std::time::Duration;
+
 use crate::NvmeStatus;
 use crate::auth::AuthError;
 use crate::fabrics::fabrics_status;
@@ -20,6 +22,17 @@ pub enum FabricsHostError {
     /// A step was not complete in time.
     #[error("NVMe/TCP: {0} was not completed in time; see whether the target hangs")]
     Timeout(&'static str),
+    /// All steps of a bring-up together were not complete in time.
+    #[error(
+        "NVMe/TCP: the controller was not brought up within {limit:?}, and {step} is not complete; see why the target \
+         answers slowly"
+    )]
+    SlowBringUp {
+        /// Name of the step.
+        step: &'static str,
+        /// Time for all steps.
+        limit: Duration,
+    },
     /// A command needed for bring-up has failed.
     #[error("NVMe/TCP: {command} failed, {status}; see the options of the target for this host")]
     Command {

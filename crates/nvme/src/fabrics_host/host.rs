@@ -20,6 +20,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::time::Duration;
 
 use blkyard_mem::RegionTable;
 use blkyard_mq::{FenceEvidence, QueueCounts};
@@ -89,6 +90,9 @@ pub struct FabricsHostConfig {
     pub keep_alive_ms: u32,
     /// Time for a connection with its Connect command, ns.
     pub connect_ns: u64,
+    /// Time from a connected stream to a live controller, ns, without the wait for CSTS.RDY, which the controller limits
+    /// (CAP.TO). One that answers each command just in time, and has thousands of namespaces, would take days.
+    pub bring_up_ns: u64,
     /// Shortest and longest pause before a reconnect, ns. It doubles with each attempt.
     pub reconnect_ns: [u64; 2],
     /// Time after which a lost association is given up, ns; unset for never.
@@ -114,6 +118,7 @@ impl FabricsHostConfig {
             data_digest: false,
             keep_alive_ms: 5000,
             connect_ns: 10_000_000_000,
+            bring_up_ns: ADMIN_NS,
             reconnect_ns: [100_000_000, 10_000_000_000],
             ctrl_loss_ns: Some(600_000_000_000),
             fast_io_fail_ns: None,
@@ -260,6 +265,8 @@ pub struct FabricsHost {
     pub(super) config: FabricsHostConfig,
     pub(super) state: ControllerState,
     pub(super) phase: FabricsPhase,
+    /// Set during a bring-up: when it must be complete.
+    pub(super) bring_up_until_ns: Option<u64>,
     pub(super) error: Option<FabricsHostError>,
     /// Number of the association; zero before the first.
     pub(super) association: u64,
@@ -322,6 +329,7 @@ impl FabricsHost {
             config,
             state: ControllerState::New,
             phase: FabricsPhase::Idle,
+            bring_up_until_ns: None,
             error: None,
             association: 0,
             admin: None,
@@ -575,12 +583,24 @@ impl FabricsHost {
         let admin_ns = self.admin.as_ref().and_then(FabricsAdmin::deadline_ns);
         let keep_alive_ns = self.keep_alive.as_ref().map(KeepAlive::due_ns).filter(|ns| *ns < u64::MAX);
         let reset_ns = self.cross_resets.due_ns();
-        let all_ns = [phase_ns, admin_ns, keep_alive_ns, self.ana_until_ns, self.loss_due_ns(), reset_ns];
+        let all_ns = [
+            phase_ns,
+            self.bring_up_until_ns,
+            admin_ns,
+            keep_alive_ns,
+            self.ana_until_ns,
+            self.loss_due_ns(),
+            reset_ns,
+        ];
         all_ns.into_iter().flatten().min()
     }
 
-    /// Handles overdue commands.
+    /// Handles an overdue bring-up, and overdue commands.
     fn expire(&mut self, now_ns: u64) {
+        if self.bring_up_until_ns.take_if(|until_ns| now_ns >= *until_ns).is_some() {
+            let (step, limit) = (self.step_name(), Duration::from_nanos(self.config.bring_up_ns));
+            self.lose(FabricsHostError::SlowBringUp { step, limit }, now_ns);
+        }
         if let Some(purpose) = self.admin.as_ref().and_then(|admin| admin.late(now_ns)).copied() {
             self.lose(FabricsHostError::Timeout(purpose.name()), now_ns);
         }

@@ -226,7 +226,7 @@ impl FabricsHost {
             // Queues learn of the end of the association besides.
             return self.close_queues();
         }
-        (self.keep_alive, self.scan, self.ana_until_ns) = (None, None, None);
+        (self.bring_up_until_ns, self.ana_until_ns, self.keep_alive, self.scan) = (None, None, None, None);
         (self.wants_event, self.wants_scan, self.wants_ana, self.event_log) = (false, false, false, None);
         self.fail_cross_resets();
         if std::mem::take(&mut self.has_started) {
@@ -344,7 +344,11 @@ impl FabricsHost {
             }
         }
         if end_ns.is_some_and(|ns| now_ns >= ns) {
-            self.give_up(self.error.unwrap_or(FabricsHostError::Unreachable), now_ns);
+            let first_error = match self.phase {
+                FabricsPhase::Setup(_) | FabricsPhase::Ready { .. } => FabricsHostError::Timeout(self.step_name()),
+                _ => FabricsHostError::Unreachable,
+            };
+            self.give_up(self.error.unwrap_or(first_error), now_ns);
         }
     }
 

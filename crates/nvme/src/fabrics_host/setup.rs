@@ -102,8 +102,18 @@ impl FabricsHost {
         self.events.push_back(FabricsHostEvent::Open(self.association));
     }
 
+    /// Name of the present step of a bring-up.
+    pub(super) fn step_name(&self) -> &'static str {
+        match self.phase {
+            FabricsPhase::Setup(step) => step.name(),
+            FabricsPhase::Ready { .. } => FabricsStep::Ready.name(),
+            _ => "the connection",
+        }
+    }
+
     /// The stream is connected: the admin queue sends its initialization, and Connect behind it.
     pub(super) fn stream_opened(&mut self, now_ns: u64) {
+        self.bring_up_until_ns = Some(now_ns.saturating_add(self.config.bring_up_ns));
         let data = ConnectData {
             host_id: self.config.host_id,
             controller_id: self.controller_id.filter(|_| self.asks_for_same).unwrap_or(ANY_CONTROLLER),
@@ -229,7 +239,9 @@ impl FabricsHost {
                 self.set_up(FabricsStep::Enable, now_ns);
             }
             FabricsStep::Enable => {
-                let until_ns = now_ns.saturating_add(timeout_ns(self.capabilities));
+                let ready_ns = timeout_ns(self.capabilities);
+                let until_ns = now_ns.saturating_add(ready_ns);
+                self.bring_up_until_ns.iter_mut().for_each(|until_ns| *until_ns = until_ns.saturating_add(ready_ns));
                 self.phase = FabricsPhase::Ready { at_ns: now_ns, until_ns };
             }
             FabricsStep::Ready => self.ready_read(result, now_ns),
@@ -352,7 +364,11 @@ impl FabricsHost {
         let FabricsPhase::Ready { until_ns, .. } = self.phase else { return };
         match ControllerStatus::from_bits(result as u32) {
             Some(status) if status.fatal => self.lose(FabricsHostError::Fatal, now_ns),
-            Some(status) if status.ready => self.set_up(FabricsStep::Identify, now_ns),
+            Some(status) if status.ready => {
+                let unused_ns = until_ns.saturating_sub(now_ns);
+                self.bring_up_until_ns.iter_mut().for_each(|until_ns| *until_ns = until_ns.saturating_sub(unused_ns));
+                self.set_up(FabricsStep::Identify, now_ns);
+            }
             Some(_) if now_ns < until_ns => {
                 let at_ns = now_ns.saturating_add(STATUS_NS).min(until_ns);
                 self.phase = FabricsPhase::Ready { at_ns, until_ns };
@@ -500,7 +516,7 @@ impl FabricsHost {
 
     /// Ends the bring-up.
     fn live(&mut self, now_ns: u64) {
-        self.phase = FabricsPhase::Idle;
+        (self.phase, self.bring_up_until_ns) = (FabricsPhase::Idle, None);
         self.state.change(ControllerState::Live);
         self.error = None;
         self.wants_event = true;

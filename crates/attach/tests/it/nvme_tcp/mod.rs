@@ -183,6 +183,21 @@ fn target_that_is_not_there_is_an_error_with_a_cure() {
     assert!(error.to_string().contains(&format!("cannot connect to {}", address.ip())), "{error}");
 }
 
+/// Each answer comes at once, compared with the time for one.
+#[test]
+fn target_that_answers_slowly_is_not_waited_for_without_end() {
+    let target = Target::slow(1000, Duration::from_millis(50));
+    let mut config = config(target.address, 1);
+    config.host.bring_up_ns = 400_000_000;
+    let start = Instant::now();
+    let error = TcpNamespace::open(config).unwrap_err();
+    assert!(start.elapsed() < Duration::from_secs(30), "all answers take 100 s: {:?}", start.elapsed());
+    assert!(matches!(error, AttachError::Unreachable { .. }), "{error}");
+    let text = error.to_string();
+    assert!(text.starts_with("nvme-tcp:test: ") && text.contains("was not brought up within"), "{text}");
+    assert!(text.ends_with("see why the target answers slowly"), "{text}");
+}
+
 #[test]
 fn io_fails_after_ctrl_loss() {
     let target = Target::start();

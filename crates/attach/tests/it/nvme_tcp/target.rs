@@ -16,7 +16,7 @@ use blkyard_nvme::tcp::{
 };
 use blkyard_nvme::{
     AdminCompletion, Connected, ControllerOptions, ControllerQueueReply, ControllerRequest, FabricsOptions,
-    FabricsSubsystem, NamespaceTable, NextBio, NvmeStatus, ServedNamespace, Sqe, SubsystemOptions,
+    FabricsSubsystem, NamespaceTable, NextBio, NvmeStatus, ServedNamespace, Sqe, SubsystemOptions, admin,
 };
 
 pub const NAME: &str = "nqn.2026-11.test:disk";
@@ -47,6 +47,8 @@ struct Shared {
     /// Commands are held.
     pub is_held: AtomicBool,
     commands: AtomicU64,
+    /// Time that the answer to an Identify takes.
+    identify_delay: Duration,
 }
 
 pub struct Target {
@@ -57,15 +59,20 @@ pub struct Target {
 
 impl Target {
     pub fn start() -> Target {
-        // A loopback address of its own: of 127.0.0.1 any other program could get the port while the target is gone.
-        static TARGETS: AtomicU8 = AtomicU8::new(0);
-        let [low, high, ..] = std::process::id().to_le_bytes();
-        let address = Ipv4Addr::new(127, 1 + TARGETS.fetch_add(1, SeqCst) % 200, high, low);
-        Target::at((address, 0).into(), &Region::anonymous(DISK_BYTES).unwrap())
+        Target::slow(1, Duration::ZERO)
+    }
+
+    /// A target with so many namespaces, whose answers to Identify commands take this time.
+    pub fn slow(namespaces: u32, identify_delay: Duration) -> Target {
+        Target::with(own_address(), &Region::anonymous(DISK_BYTES).unwrap(), namespaces, identify_delay)
     }
 
     /// A target at this address with this disk.
     pub fn at(address: SocketAddr, disk: &Arc<Region>) -> Target {
+        Target::with(address, disk, 1, Duration::ZERO)
+    }
+
+    fn with(address: SocketAddr, disk: &Arc<Region>, namespaces: u32, identify_delay: Duration) -> Target {
         let start = Instant::now();
         let listener = loop {
             match TcpListener::bind(address) {
@@ -77,12 +84,13 @@ impl Target {
         listener.set_nonblocking(true).unwrap();
         let shared = Arc::new(Shared {
             began: Instant::now(),
-            subsystem: Mutex::new(subsystem(disk)),
+            subsystem: Mutex::new(subsystem(disk, namespaces)),
             disk: Arc::clone(disk),
             connections: Mutex::default(),
             is_over: AtomicBool::new(false),
             is_held: AtomicBool::new(false),
             commands: AtomicU64::new(0),
+            identify_delay,
         });
         let own = Arc::clone(&shared);
         let thread = Some(std::thread::spawn(move || accept(&listener, &own)));
@@ -121,7 +129,14 @@ impl Drop for Target {
     }
 }
 
-fn subsystem(disk: &Arc<Region>) -> FabricsSubsystem {
+/// A loopback address of its own: of 127.0.0.1 any other program could get the port while the target is gone.
+fn own_address() -> SocketAddr {
+    static TARGETS: AtomicU8 = AtomicU8::new(0);
+    let [low, high, ..] = std::process::id().to_le_bytes();
+    (Ipv4Addr::new(127, 1 + TARGETS.fetch_add(1, SeqCst) % 200, high, low), 0).into()
+}
+
+fn subsystem(disk: &Arc<Region>, namespaces: u32) -> FabricsSubsystem {
     let controller = ControllerOptions {
         controller_id: 1,
         io_queues: 4,
@@ -145,8 +160,8 @@ fn subsystem(disk: &Arc<Region>) -> FabricsSubsystem {
     let limits = QueueLimits { discard_sectors_max: 1 << 20, ..QueueLimits::default() };
     let capacity_sectors = disk.len() as u64 / 512;
     let info = DeviceInfo { capacity_sectors, limits, volatile_cache: true, ..DeviceInfo::default() };
-    let mut table = NamespaceTable::new(2);
-    table.set(1, ServedNamespace::new(1, 0, &info));
+    let mut table = NamespaceTable::new(namespaces + 1);
+    (1..=namespaces).for_each(|nsid| table.set(nsid, ServedNamespace::new(nsid, 0, &info)));
     FabricsSubsystem::new(options, table)
 }
 
@@ -283,6 +298,9 @@ fn execute(
     (slot, sqe, data, room): (u16, &Sqe, Vec<u8>, usize),
     shared: &Shared,
 ) -> Option<(blkyard_nvme::ConnectedQueue, u16)> {
+    if sqe.opcode() == admin::IDENTIFY {
+        std::thread::sleep(shared.identify_delay);
+    }
     let now_ns = shared.began.elapsed().as_nanos() as u64;
     let mut subsystem = shared.subsystem.lock().unwrap();
     let answer = |status, result| AdminCompletion { slot, status, result, data: vec![] };

@@ -219,6 +219,56 @@ fn a_controller_that_does_not_become_ready_is_tried_again() {
     rig.run_until(|rig| rig.host.state() == ControllerState::Live);
 }
 
+/// Each answer comes within the time of its command, and all together would take hours.
+#[test]
+fn a_bring_up_with_slow_answers_ends_after_its_time() {
+    let mut rig = Rig::new(config());
+    rig.target.behaviour.identify_ns = 2000 * MS;
+    rig.target.behaviour.namespaces = (1..=4096).collect();
+    rig.host.start(0);
+    rig.run_until(|rig| rig.host.error().is_some());
+    let error = rig.host.error().unwrap();
+    let text = "NVMe/TCP: the controller was not brought up within 60s, and Identify (namespaces) is not complete; see why \
+                the target answers slowly";
+    assert_eq!(error.to_string(), text);
+    assert!((60_000 * MS..61_000 * MS).contains(&rig.now_ns), "{} ms", rig.now_ns / MS);
+    assert_eq!(rig.host.state(), ControllerState::Connecting);
+    rig.run_until(|rig| rig.host.association() == 3);
+    // The next attempts end in the same way, until the target recovers.
+    rig.target.behaviour.identify_ns = 0;
+    rig.target.behaviour.namespaces = vec![1];
+    rig.run_until(|rig| rig.host.state() == ControllerState::Live);
+    rig.run_for(200_000);
+    assert_eq!((rig.host.state(), rig.host.association()), (ControllerState::Live, 3));
+}
+
+#[test]
+fn time_to_become_ready_does_not_count_for_a_bring_up() {
+    // The controller names 1.5 s for becoming ready. Five commands follow, of a quarter of a second or a whole one.
+    for (identify_ms, is_live) in [(50, true), (200, false)] {
+        let mut config = config();
+        config.bring_up_ns = 800 * MS;
+        let mut rig = Rig::new(config);
+        rig.target.behaviour.ready_ns = 1400 * MS;
+        rig.target.behaviour.identify_ns = identify_ms * MS;
+        rig.host.start(0);
+        rig.run_until(|rig| rig.host.state() == ControllerState::Live || rig.host.error().is_some());
+        assert_eq!(rig.host.state() == ControllerState::Live, is_live, "{identify_ms} ms: {:?}", rig.host.error());
+        assert!(rig.now_ns < 2500 * MS, "{identify_ms} ms");
+    }
+}
+
+#[test]
+fn a_slow_bring_up_that_is_given_up_after_ctrl_loss_is_told_as_such() {
+    let mut config = config();
+    config.ctrl_loss_ns = Some(4000 * MS);
+    let mut rig = Rig::new(config);
+    rig.target.behaviour.identify_ns = 10_000 * MS;
+    rig.host.start(0);
+    rig.run_until(|rig| rig.host.state() == ControllerState::Dead);
+    assert_eq!(rig.host.error(), Some(FabricsHostError::Timeout("Identify (controller)")));
+}
+
 #[test]
 fn admin_commands_of_the_user_end_also_with_the_association() {
     let mut rig = Rig::live(config(), 0);

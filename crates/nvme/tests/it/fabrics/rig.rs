@@ -282,6 +282,7 @@ impl Rig {
     pub fn pump_target(&mut self, bytes: usize) {
         self.target.now_ns = self.now_ns;
         self.target.expire();
+        self.target.answer_delayed();
         for number in 0..self.target.connections.len() {
             if !self.target.connections[number].is_over {
                 self.target.connections[number].to_target.deliver(bytes);

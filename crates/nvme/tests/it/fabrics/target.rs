@@ -227,6 +227,10 @@ pub struct TargetBehaviour {
     /// failure.
     pub authenticates: Option<u16>,
     pub never_ready: bool,
+    /// When controllers become ready, ns.
+    pub ready_ns: u64,
+    /// Time that the answer to an Identify takes, ns.
+    pub identify_ns: u64,
     /// Maximum transfer.
     pub mdts: u8,
     /// Statuses of the next I/O commands, which are not executed.
@@ -253,6 +257,8 @@ impl Default for TargetBehaviour {
             by_traffic: false,
             authenticates: None,
             never_ready: false,
+            ready_ns: 0,
+            identify_ns: 0,
             mdts: 0,
             refuse_io: VecDeque::new(),
             has_lives: false,
@@ -273,6 +279,8 @@ pub struct Target {
     pub behaviour: TargetBehaviour,
     pub disk: Vec<u8>,
     pub arrived: Vec<Arrived>,
+    /// Identify commands that are answered later, and when, ns.
+    delayed: VecDeque<(u64, Arrived)>,
     /// Names of the admin commands, in order.
     pub log: Vec<String>,
     pub now_ns: u64,
@@ -307,6 +315,7 @@ impl Target {
             connection.queue.abandon(TcpEnd::Closed);
         }
         self.arrived.retain(|arrived| arrived.connection != number);
+        self.delayed.retain(|(_, delayed)| delayed.connection != number);
     }
 
     /// Ends an association.
@@ -338,6 +347,13 @@ impl Target {
         };
         let late: Vec<u16> = self.controllers.iter().filter(|(_, c)| is_late(c)).map(|(id, _)| *id).collect();
         late.into_iter().for_each(|id| self.end_controller(id));
+    }
+
+    /// Answers the Identify commands that are due.
+    pub fn answer_delayed(&mut self) {
+        while let Some((_, due)) = self.delayed.pop_front_if(|(due_ns, _)| *due_ns <= self.now_ns) {
+            self.admin(due.connection, due.slot, &due.sqe, due.bytes);
+        }
     }
 
     /// Handles the bytes received on a connection.
@@ -398,6 +414,9 @@ impl Target {
         }
         if sqe.opcode() == FABRICS_OPCODE {
             self.fabrics(number, slot, &sqe, &data);
+        } else if sqe.opcode() == admin::IDENTIFY && self.behaviour.identify_ns > 0 {
+            let arrived = Arrived { connection: number, slot, sqe, bytes, data };
+            self.delayed.push_back((now_ns + self.behaviour.identify_ns, arrived));
         } else if self.connections[number].qid == 0 {
             self.admin(number, slot, &sqe, bytes);
         } else {
@@ -406,14 +425,14 @@ impl Target {
     }
 
     fn fabrics(&mut self, number: usize, slot: u16, sqe: &Sqe, data: &[u8]) {
-        let id = self.connections[number].controller;
+        let (id, now_ns) = (self.connections[number].controller, self.now_ns);
         let answer = match FabricsCommand::parse(sqe).unwrap() {
             FabricsCommand::Connect(command) => self.connect(number, command, data),
             FabricsCommand::PropertyGet { offset, .. } => {
                 let controller = &self.controllers[&id.unwrap()];
                 let config = ControllerConfig::from_bits(controller.cc);
                 let status = ControllerStatus {
-                    ready: config.enabled && !self.behaviour.never_ready,
+                    ready: config.enabled && !self.behaviour.never_ready && now_ns >= self.behaviour.ready_ns,
                     fatal: false,
                     shutdown: if config.shutdown > 0 { 2 } else { 0 },
                     subsystem_reset: false,
@@ -524,7 +543,9 @@ impl Target {
                     }
                     cns::ACTIVE_NAMESPACES => {
                         let ids = behaviour.namespaces.iter().filter(|id| **id > nsid);
-                        ids.enumerate().for_each(|(at, id)| page[at * 4..][..4].copy_from_slice(&id.to_le_bytes()));
+                        for (at, id) in ids.take(IDENTIFY_BYTES / 4).enumerate() {
+                            page[at * 4..][..4].copy_from_slice(&id.to_le_bytes());
+                        }
                     }
                     cns::NAMESPACE => {
                         let mut identify = IdentifyNamespace {
