@@ -38,7 +38,7 @@ pub use passthrough::{PassthroughQueue, TransferBuffer};
 pub use queue_pair::{Completed, CqeFault, CqeFaults, HostQueuePair, QueuePositions, QueueRings};
 pub(crate) use queue_pair::{SLOT_MASK, cid};
 pub use retry::{CANCELLED_RETRY_NS, Disposition, RETRIES_MAX, Retries, RetryDelays};
-pub use scan::{NAMESPACES_MAX, NamespaceIds, ScannedNamespace};
+pub use scan::{NAMESPACES_MAX, NamespaceIds, NamespaceScope, ScannedNamespace};
 pub use state::ControllerState;
 pub use transport::{ControllerTransport, DeviceGone};
 pub use watch::LateAction;

@@ -80,8 +80,9 @@ pub use fields::{
 pub use host::{
     AdminData, AdminRings, CANCELLED_RETRY_NS, Completed, ControllerState, ControllerTransport, CqeFault, CqeFaults,
     DeviceGone, Disable, Disposition, Enable, HostController, HostEvent, HostQueuePair, HostStep, LateAction,
-    NAMESPACES_MAX, NamespaceIds, NvmLimits, NvmeHostConfig, NvmeHostError, PassthroughQueue, QueueDemand,
-    QueuePositions, QueueRings, RETRIES_MAX, Retries, RetryDelays, ScannedNamespace, Silence, TransferBuffer,
+    NAMESPACES_MAX, NamespaceIds, NamespaceScope, NvmLimits, NvmeHostConfig, NvmeHostError, PassthroughQueue,
+    QueueDemand, QueuePositions, QueueRings, RETRIES_MAX, Retries, RetryDelays, ScannedNamespace, Silence,
+    TransferBuffer,
 };
 pub use identify::{IDENTIFY_BYTES, IdentifyController, IdentifyNamespace, LbaFormat};
 pub use io_queue::{IoQueue, IoQueueCommand, IoQueueReport, LateCommand};

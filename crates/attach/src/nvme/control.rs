@@ -439,7 +439,9 @@ impl<T: NvmeTransport> NvmeControl<T> {
     fn serve(&mut self, now: Instant) -> Result<(), String> {
         let Some(session) = &mut self.session else { return Ok(()) };
         let scanned = session.host.namespaces();
-        let found = self.wanted.iter().map(|nsid| find_namespace(scanned, *nsid)).collect::<Result<Vec<_>, _>>()?;
+        let numbers: Vec<_> = scanned.iter().map(|found| found.namespace.nsid).collect();
+        let find = |nsid: &Option<u32>| find_namespace(scanned, &numbers, *nsid);
+        let found = self.wanted.iter().map(find).collect::<Result<Vec<_>, _>>()?;
         self.namespaces.iter().zip(&found).try_for_each(|(known, found)| check_same(known, found))?;
         let granted = session.host.queue_counts().map_or(0, blkyard_mq::QueueCounts::total);
         if self.namespaces.is_empty() {

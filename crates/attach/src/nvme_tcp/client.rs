@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use blkyard_nvme::{
-    ControllerState, FabricsData, FabricsHostConfig, FabricsHostEvent, IDENTIFY_BYTES, NvmeStatus, Sqe,
+    ControllerState, FabricsData, FabricsHostConfig, FabricsHostEvent, IDENTIFY_BYTES, NamespaceScope, NvmeStatus, Sqe,
 };
 use blkyard_sys::{EventFd, TimeSource};
 
@@ -119,7 +119,7 @@ pub struct TcpAdminClient {
 }
 
 impl TcpAdminClient {
-    /// Connects to a controller at `HOST:PORT`, and brings it up. `name` is for messages.
+    /// Connects to a controller at `HOST:PORT`, and brings it up without a look at its namespaces. `name` is for messages.
     ///
     /// # Errors
     /// The controller is not live within the limit of `host`, or no descriptor is left.
@@ -130,6 +130,8 @@ impl TcpAdminClient {
         clock: Arc<dyn TimeSource>,
     ) -> Result<TcpAdminClient, AttachError> {
         let limit = Duration::from_nanos(host.connect_ns.saturating_mul(2));
+        // What there is to know of namespaces is read by the user's own commands.
+        let host = FabricsHostConfig { scope: NamespaceScope::Nothing, ..host };
         let mut client = AdminClient::start(name, address, host, limit, clock)?;
         client.run_until("controller", |event| (event == FabricsHostEvent::Live).then_some(()))?;
         Ok(TcpAdminClient { client, commands: 0 })

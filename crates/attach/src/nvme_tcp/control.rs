@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use blkyard_mpath::{AccessState, ConnectionState};
 use blkyard_mq::{HeldBack, LogLimit, QueueCounts, QueueKind};
-use blkyard_nvme::{AnaState, ControllerState, FabricsHostEvent, FabricsIoQueue, ScannedNamespace};
+use blkyard_nvme::{AnaState, ControllerState, FabricsHostEvent, FabricsIoQueue, NamespaceScope, ScannedNamespace};
 use blkyard_sys::EventFd;
 
 use crate::AttachError;
@@ -61,7 +61,8 @@ impl TcpControl {
         connector: Box<dyn AdminConnector>,
         wake: Arc<EventFd>,
     ) -> TcpControl {
-        let (host, address) = (config.host.clone(), config.address.clone());
+        let (mut host, address) = (config.host.clone(), config.address.clone());
+        host.scope = config.namespace.map_or(NamespaceScope::All, NamespaceScope::One);
         TcpControl {
             admin: AdminConnection::new(host, address, connector, Arc::clone(&wake)),
             began: config.clock.now(),
@@ -120,6 +121,7 @@ impl TcpControl {
     pub(super) fn wait_for(&mut self, known: ScannedNamespace, awaited: AwaitedNamespace, counts: QueueCounts) {
         let entries = awaited.late.depth + 1;
         self.admin.host.assume(entries.try_into().unwrap_or(u16::MAX), counts);
+        self.admin.host.narrow_scope(known.namespace.nsid);
         (self.namespace, self.awaited) = (Some(known), Some(awaited));
         self.start();
     }
@@ -350,12 +352,15 @@ impl TcpControl {
 
     fn live(&mut self, now_ns: u64) {
         if self.namespace.is_none() {
-            match find_namespace(self.admin.host.namespaces(), self.config.namespace) {
+            match self.find_namespace(self.config.namespace) {
                 Ok(_) if self.queues_max() == 0 => {
                     (self.admin.cause, self.has_failed) = (Some("the controller grants no I/O queue".into()), true);
                     return;
                 }
-                Ok(found) => self.namespace = Some(found),
+                Ok(found) => {
+                    self.admin.host.narrow_scope(found.namespace.nsid);
+                    self.namespace = Some(found);
+                }
                 Err(cause) => {
                     (self.admin.cause, self.has_failed) = (Some(cause), true);
                     return;
@@ -394,6 +399,10 @@ impl TcpControl {
         true
     }
 
+    fn find_namespace(&self, nsid: Option<u32>) -> Result<ScannedNamespace, String> {
+        find_namespace(self.admin.host.namespaces(), self.admin.host.active_namespaces(), nsid)
+    }
+
     fn find_known(&self, known: &ScannedNamespace) -> Result<ScannedNamespace, String> {
         let nsid = known.namespace.nsid;
         let found = self.admin.host.namespaces().iter().find(|found| found.namespace.nsid == nsid);
@@ -404,7 +413,7 @@ impl TcpControl {
     /// The namespace that was not there when the disk was opened: it must keep what users were told of the disk.
     fn find_awaited(&self, known: &ScannedNamespace, awaited: &AwaitedNamespace) -> Result<ScannedNamespace, String> {
         let AwaitedNamespace { late, beside } = awaited;
-        let found = find_namespace(self.admin.host.namespaces(), Some(known.namespace.nsid))?;
+        let found = self.find_namespace(Some(known.namespace.nsid))?;
         (late.accepts)(beside.capacity(), &found.info, &found.ids)?;
         let (queues, depth) = (self.queues_max(), self.depth());
         if queues < late.queues || depth < late.depth {

@@ -25,13 +25,15 @@ pub enum FabricsHostError {
     /// All steps of a bring-up together were not complete in time.
     #[error(
         "NVMe/TCP: the controller was not brought up within {limit:?}, and {step} is not complete; see why the target \
-         answers slowly"
+         answers slowly{}", if *of_many { ", and name the namespace by ?namespace=N" } else { "" }
     )]
     SlowBringUp {
         /// Name of the step.
         step: &'static str,
         /// Time for all steps.
         limit: Duration,
+        /// Whether several namespaces are to be identified.
+        of_many: bool,
     },
     /// A command needed for bring-up has failed.
     #[error("NVMe/TCP: {command} failed, {status}; see the options of the target for this host")]

@@ -36,7 +36,7 @@ use crate::auth::{AuthHost, AuthSecrets, AuthSeed};
 use crate::cross_reset::{CROSS_RESET_NOTICE, ControllerInstance};
 use crate::discovery::{DiscoveredLog, DiscoveryEntry};
 use crate::fabrics::{DISCOVERY_NQN, Nqn};
-use crate::host::scan::{Scan, ScanStep};
+use crate::host::scan::{NamespaceScope, Scan, ScanStep};
 use crate::host::watch::KeepAlive;
 use crate::host::{ControllerState, NvmLimits, QueueDemand, ScannedNamespace};
 use crate::registers::Capabilities;
@@ -82,6 +82,8 @@ pub struct FabricsHostConfig {
     pub queues: QueueDemand,
     /// Requested entries of an I/O queue, 2 to 4096.
     pub queue_entries: u16,
+    /// Namespaces to identify: each takes two commands at every bring-up, and whenever one of them changes.
+    pub scope: NamespaceScope,
     /// Whether to ask for header digests.
     pub header_digest: bool,
     /// Whether to ask for data digests.
@@ -114,6 +116,7 @@ impl FabricsHostConfig {
             tls: None,
             queues: QueueDemand { submitters: 1, write_queues: 0, poll_queues: 0 },
             queue_entries: 128,
+            scope: NamespaceScope::All,
             header_digest: false,
             data_digest: false,
             keep_alive_ms: 5000,
@@ -288,6 +291,8 @@ pub struct FabricsHost {
     pub(super) queues: Vec<FabricsQueueUse>,
     pub(super) scan: Option<Scan>,
     pub(super) namespaces: Vec<ScannedNamespace>,
+    /// Identifiers of all active namespaces.
+    pub(super) active: Vec<u32>,
     pub(super) ana: Option<AnaLog>,
     /// When groups in transition must have left it.
     pub(super) ana_until_ns: Option<u64>,
@@ -345,6 +350,7 @@ impl FabricsHost {
             queues: vec![],
             scan: None,
             namespaces: vec![],
+            active: vec![],
             ana: None,
             ana_until_ns: None,
             wants_ana: false,
@@ -415,9 +421,20 @@ impl FabricsHost {
         }
     }
 
-    /// Its namespaces. Hardware queues number them in this order.
+    /// Its namespaces in scope. Hardware queues number them in this order.
     pub fn namespaces(&self) -> &[ScannedNamespace] {
         &self.namespaces
+    }
+
+    /// Identifiers of its active namespaces, in scope or not.
+    pub fn active_namespaces(&self) -> &[u32] {
+        &self.active
+    }
+
+    /// Identifies no other namespace from now on.
+    pub fn narrow_scope(&mut self, nsid: u32) {
+        self.config.scope = NamespaceScope::One(nsid);
+        self.namespaces.retain(|known| known.namespace.nsid == nsid);
     }
 
     /// State of a namespace's access by this controller; unset for an unknown one.
@@ -599,7 +616,8 @@ impl FabricsHost {
     fn expire(&mut self, now_ns: u64) {
         if self.bring_up_until_ns.take_if(|until_ns| now_ns >= *until_ns).is_some() {
             let (step, limit) = (self.step_name(), Duration::from_nanos(self.config.bring_up_ns));
-            self.lose(FabricsHostError::SlowBringUp { step, limit }, now_ns);
+            let of_many = self.config.scope == NamespaceScope::All && self.scan.as_ref().is_some_and(Scan::has_many);
+            self.lose(FabricsHostError::SlowBringUp { step, limit, of_many }, now_ns);
         }
         if let Some(purpose) = self.admin.as_ref().and_then(|admin| admin.late(now_ns)).copied() {
             self.lose(FabricsHostError::Timeout(purpose.name()), now_ns);
@@ -703,7 +721,7 @@ impl FabricsHost {
         self.read_cross_reset_log(now_ns);
         if self.wants_scan && self.scan.is_none() {
             self.wants_scan = false;
-            self.scan = Some(Scan::new(self.namespaces.clone()));
+            self.scan = Some(Scan::new(self.config.scope, self.namespaces.clone()));
             self.go_on_scanning(now_ns);
         }
         if self.wants_event

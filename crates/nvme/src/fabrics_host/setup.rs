@@ -174,7 +174,7 @@ impl FabricsHost {
                 return;
             }
             FabricsStep::Scan => {
-                self.scan = Some(Scan::new(self.namespaces.clone()));
+                self.scan = Some(Scan::new(self.config.scope, self.namespaces.clone()));
                 return self.go_on_scanning(now_ns);
             }
             FabricsStep::DiscoveryHeader | FabricsStep::DiscoveryCheck => {
@@ -447,10 +447,10 @@ impl FabricsHost {
             }
             return;
         }
-        let found = self.scan.take().map_or_else(Vec::new, Scan::into_found);
+        let (found, active) = self.scan.take().map_or_else(Default::default, Scan::into_found);
         let is_same = found.len() == self.namespaces.len()
             && found.iter().zip(&self.namespaces).all(|(new, old)| ScannedNamespace::is_same(new, old));
-        self.namespaces = found;
+        (self.namespaces, self.active) = (found, active);
         if !is_same {
             self.events.push_back(FabricsHostEvent::NamespacesChanged);
         }

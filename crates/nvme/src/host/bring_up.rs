@@ -13,7 +13,7 @@ use crate::host::host_controller::{AdminPurpose, HostPhase};
 use crate::host::io_queues::IoQueueSlot;
 use crate::host::negotiate::{doorbell_queues, granted, queues_dword, ring_entries, split, vector};
 use crate::host::nvm_limits::NvmLimits;
-use crate::host::scan::{Scan, ScannedNamespace};
+use crate::host::scan::{NamespaceScope, Scan, ScannedNamespace};
 use crate::host::watch::KeepAlive;
 use crate::host::{ControllerState, ControllerTransport, Enable, HostController, HostEvent, NvmeHostError};
 use crate::{Doorbells, IdentifyController, NvmeStatus, PAGE, Sqe, admin, cns, feature};
@@ -133,7 +133,7 @@ impl<T: ControllerTransport> HostController<T> {
             }
             SetupStep::KeepAlive => return self.set_up(SetupStep::Scan, now_ns),
             SetupStep::Scan => {
-                self.scan = Some(Scan::new(self.namespaces.clone()));
+                self.scan = Some(Scan::new(NamespaceScope::All, self.namespaces.clone()));
                 return self.go_on_scanning(now_ns);
             }
         };
@@ -301,7 +301,7 @@ impl<T: ControllerTransport> HostController<T> {
             }
             return;
         }
-        let found = self.scan.take().map_or_else(Vec::new, Scan::into_found);
+        let (found, _) = self.scan.take().map_or_else(Default::default, Scan::into_found);
         let is_same = found.len() == self.namespaces.len()
             && found.iter().zip(&self.namespaces).all(|(new, old)| ScannedNamespace::is_same(new, old));
         self.namespaces = found;

@@ -1,7 +1,7 @@
-//! The namespace scan: the active namespaces, and their properties for the queue core.
+//! The namespace scan: the active namespaces, and the properties of those in its scope for the queue core.
 //!
-//! Pages of the active namespace list, 1024 identifiers each, until a page is not full; then for each namespace its
-//! identification descriptors and its data. On a controller without the list namespaces are tried one by one. The
+//! Pages of the active namespace list, 1024 identifiers each, until a page is not full; then for each namespace in scope
+//! its identification descriptors and its data. On a controller without the list namespaces are tried one by one. The
 //! controller's answers are bounded here: at most [`NAMESPACES_MAX`], in ascending order.
 //!
 //! A command that fails for the moment is sent again; a namespace that still cannot be read is kept as it was known.
@@ -78,6 +78,18 @@ impl ScannedNamespace {
     }
 }
 
+/// Namespaces that a scan identifies.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum NamespaceScope {
+    /// All active ones.
+    #[default]
+    All,
+    /// The one with this identifier, if it is active.
+    One(u32),
+    /// None: there is no scan.
+    Nothing,
+}
+
 /// A command of a scan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ScanStep {
@@ -107,7 +119,10 @@ fn is_passing(status: NvmeStatus) -> bool {
 /// A scan in progress: one command at a time.
 #[derive(Debug)]
 pub(crate) struct Scan {
+    scope: NamespaceScope,
     step: Option<ScanStep>,
+    /// Identifiers of all active namespaces, ascending.
+    active: Vec<u32>,
     /// Remaining namespaces, the next one last.
     nsids: Vec<u32>,
     ids: NamespaceIds,
@@ -120,9 +135,10 @@ pub(crate) struct Scan {
 
 impl Scan {
     /// A scan after one that has found these.
-    pub(crate) fn new(known: Vec<ScannedNamespace>) -> Scan {
-        let (nsids, ids, found) = (vec![], NamespaceIds::default(), vec![]);
-        Scan { step: Some(ScanStep::List(0)), nsids, ids, found, known, retries: 0 }
+    pub(crate) fn new(scope: NamespaceScope, known: Vec<ScannedNamespace>) -> Scan {
+        let (active, nsids, ids, found) = (vec![], vec![], NamespaceIds::default(), vec![]);
+        let step = (scope != NamespaceScope::Nothing).then_some(ScanStep::List(0));
+        Scan { scope, step, active, nsids, ids, found, known, retries: 0 }
     }
 
     /// The next command; `None` once the scan is complete.
@@ -130,9 +146,14 @@ impl Scan {
         self.step
     }
 
-    /// The namespaces found.
-    pub(crate) fn into_found(self) -> Vec<ScannedNamespace> {
-        self.found
+    /// Whether it has several namespaces to identify.
+    pub(crate) fn has_many(&self) -> bool {
+        self.active.len() > 1
+    }
+
+    /// The namespaces found, and the identifiers of all active ones.
+    pub(crate) fn into_found(self) -> (Vec<ScannedNamespace>, Vec<u32>) {
+        (self.found, self.active)
     }
 
     /// Takes the answer to the current command.
@@ -155,13 +176,14 @@ impl Scan {
             ScanStep::List(after) if is_ok => self.list(after, bytes),
             ScanStep::List(_) if is_passing && !self.known.is_empty() => {
                 self.found = std::mem::take(&mut self.known);
+                self.active = self.found.iter().map(|found| found.namespace.nsid).collect();
                 None
             }
             ScanStep::List(_) => {
                 // Before version 1.1 there is no list.
                 let count = controller.namespaces.min(NAMESPACES_MAX as u32);
-                self.nsids = (1..=count).rev().collect();
-                self.next_namespace()
+                self.active = (1..=count).collect();
+                self.first_namespace()
             }
             ScanStep::Ids(nsid) | ScanStep::Data(nsid) if is_passing && self.keep(nsid) => self.next_namespace(),
             ScanStep::Ids(nsid) => {
@@ -182,16 +204,23 @@ impl Scan {
         let mut last = after;
         let mut count = 0;
         for id in bytes.as_chunks().0.iter().map(|id| u32::from_le_bytes(*id)) {
-            if id <= last || self.nsids.len() == NAMESPACES_MAX {
+            if id <= last || self.active.len() == NAMESPACES_MAX {
                 break;
             }
-            self.nsids.push(id);
+            self.active.push(id);
             (last, count) = (id, count + 1);
         }
-        if count == PAGE_IDS && self.nsids.len() < NAMESPACES_MAX {
+        if count == PAGE_IDS && self.active.len() < NAMESPACES_MAX {
             return Some(ScanStep::List(last));
         }
-        self.nsids.reverse();
+        self.first_namespace()
+    }
+
+    /// Begins with the namespaces in scope.
+    fn first_namespace(&mut self) -> Option<ScanStep> {
+        let scope = self.scope;
+        let is_wanted = |nsid: &u32| scope == NamespaceScope::All || scope == NamespaceScope::One(*nsid);
+        self.nsids = self.active.iter().rev().copied().filter(is_wanted).collect();
         self.next_namespace()
     }
 

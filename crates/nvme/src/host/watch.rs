@@ -2,7 +2,7 @@
 
 use crate::host::admin::{ADMIN_TIMEOUT_NS, AdminData};
 use crate::host::host_controller::AdminPurpose;
-use crate::host::scan::Scan;
+use crate::host::scan::{NamespaceScope, Scan};
 use crate::host::{ControllerState, ControllerTransport, HostController, NvmeHostError};
 use crate::{LateCommand, NvmeStatus, Sqe, admin};
 
@@ -188,7 +188,7 @@ impl<T: ControllerTransport> HostController<T> {
         }
         if self.watch.wants_scan && self.scan.is_none() {
             self.watch.wants_scan = false;
-            self.scan = Some(Scan::new(self.namespaces.clone()));
+            self.scan = Some(Scan::new(NamespaceScope::All, self.namespaces.clone()));
             self.go_on_scanning(now_ns);
         }
         if self.watch.wants_event

@@ -41,17 +41,44 @@ impl<T: NvmeTransport> NvmeControl<T> {
     }
 }
 
-/// The namespace of this number; the only one if unset.
-pub(crate) fn find_namespace(all: &[ScannedNamespace], nsid: Option<u32>) -> Result<ScannedNamespace, String> {
-    let numbers = || all.iter().map(|found| found.namespace.nsid.to_string()).collect::<Vec<_>>().join(", ");
-    match (all, nsid) {
-        ([], _) => Err("the controller has no namespace that can be used; attach one there".into()),
-        (_, Some(nsid)) => {
-            let found = all.iter().find(|found| found.namespace.nsid == nsid).cloned();
-            found.ok_or_else(|| format!("the controller has no namespace {nsid}; it has {}", numbers()))
-        }
-        ([only], None) => Ok(only.clone()),
-        _ => Err(format!("the controller has namespaces {}; choose one by ?namespace=N", numbers())),
+/// Identifiers that an error lists, at most.
+const NUMBERS_MAX: usize = 16;
+
+/// The namespace of this number; the only one if unset. `active` has the identifiers of all, also of those that were not
+/// identified or cannot be used.
+pub(crate) fn find_namespace(
+    usable: &[ScannedNamespace],
+    active: &[u32],
+    nsid: Option<u32>,
+) -> Result<ScannedNamespace, String> {
+    let Some(nsid) = nsid else {
+        return match usable {
+            [] => Err("the controller has no namespace that can be used; attach one there".into()),
+            [only] => Ok(only.clone()),
+            _ => {
+                let numbers: Vec<_> = usable.iter().map(|found| found.namespace.nsid).collect();
+                Err(format!("the controller has namespaces {}; choose one by ?namespace=N", list(&numbers)))
+            }
+        };
+    };
+    if let Some(found) = usable.iter().find(|found| found.namespace.nsid == nsid) {
+        return Ok(found.clone());
+    }
+    Err(if active.contains(&nsid) {
+        format!("namespace {nsid} of the controller has another command set, metadata or block size; choose another")
+    } else if active.is_empty() {
+        "the controller has no namespace; attach one there".into()
+    } else {
+        format!("the controller has no namespace {nsid}; it has {}", list(active))
+    })
+}
+
+fn list(numbers: &[u32]) -> String {
+    let shown = &numbers[..numbers.len().min(NUMBERS_MAX)];
+    let text = shown.iter().map(u32::to_string).collect::<Vec<_>>().join(", ");
+    match numbers.len() - shown.len() {
+        0 => text,
+        further => format!("{text} and {further} more"),
     }
 }
 

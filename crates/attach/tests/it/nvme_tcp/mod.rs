@@ -195,7 +195,25 @@ fn target_that_answers_slowly_is_not_waited_for_without_end() {
     assert!(matches!(error, AttachError::Unreachable { .. }), "{error}");
     let text = error.to_string();
     assert!(text.starts_with("nvme-tcp:test: ") && text.contains("was not brought up within"), "{text}");
-    assert!(text.ends_with("see why the target answers slowly"), "{text}");
+    assert!(text.ends_with("see why the target answers slowly, and name the namespace by ?namespace=N"), "{text}");
+}
+
+#[test]
+fn one_namespace_of_many_at_a_slow_target_is_opened_by_its_name() {
+    let target = Target::slow(1000, Duration::from_millis(50));
+    let config = TcpNamespaceConfig { namespace: Some(700), ..config(target.address, 1) };
+    let start = Instant::now();
+    let disk = TcpNamespace::open(config.clone()).unwrap();
+    assert!(start.elapsed() < Duration::from_secs(30), "all answers take 100 s: {:?}", start.elapsed());
+    let mut user = user(&disk, QueueKind::Default);
+    exercise(&mut user, 0);
+    target.cut();
+    exercise(&mut user, 1);
+    assert_eq!((disk.nsid(), disk.view().sessions), (700, 2));
+    let error = TcpNamespace::open(TcpNamespaceConfig { namespace: Some(1001), ..config }).unwrap_err().to_string();
+    let cause = "the controller has no namespace 1001; it has 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16 and \
+                 984 more";
+    assert!(error.contains(cause), "{error}");
 }
 
 #[test]

@@ -7,7 +7,7 @@ use blkyard_nvme::auth::{AuthError, AuthFailure, AuthSecrets, AuthSeed, DhchapSe
 use blkyard_nvme::fabrics::{ANY_CONTROLLER, DISCOVERY_NQN, Nqn, fabrics_status};
 use blkyard_nvme::{
     AnaState, ControllerState, DiscoveredLog, DiscoveryEntry, DiscoveryKind, DiscoveryLog, FabricsData,
-    FabricsHostAuth, FabricsHostConfig, FabricsHostError, FabricsHostEvent, NvmeStatus, Sqe, admin,
+    FabricsHostAuth, FabricsHostConfig, FabricsHostError, FabricsHostEvent, NamespaceScope, NvmeStatus, Sqe, admin,
 };
 
 use crate::fabrics::rig::{MS, Rig, config};
@@ -229,7 +229,7 @@ fn a_bring_up_with_slow_answers_ends_after_its_time() {
     rig.run_until(|rig| rig.host.error().is_some());
     let error = rig.host.error().unwrap();
     let text = "NVMe/TCP: the controller was not brought up within 60s, and Identify (namespaces) is not complete; see why \
-                the target answers slowly";
+                the target answers slowly, and name the namespace by ?namespace=N";
     assert_eq!(error.to_string(), text);
     assert!((60_000 * MS..61_000 * MS).contains(&rig.now_ns), "{} ms", rig.now_ns / MS);
     assert_eq!(rig.host.state(), ControllerState::Connecting);
@@ -240,6 +240,46 @@ fn a_bring_up_with_slow_answers_ends_after_its_time() {
     rig.run_until(|rig| rig.host.state() == ControllerState::Live);
     rig.run_for(200_000);
     assert_eq!((rig.host.state(), rig.host.association()), (ControllerState::Live, 3));
+}
+
+#[test]
+fn of_many_namespaces_only_those_in_scope_are_identified() {
+    let identified = |scope, nsids: &[u32]| {
+        let mut rig = Rig::new(FabricsHostConfig { scope, ..config() });
+        rig.target.behaviour.namespaces = nsids.to_vec();
+        rig.host.start(0);
+        rig.run_until(|rig| rig.host.state() == ControllerState::Live);
+        let found: Vec<_> = rig.host.namespaces().iter().map(|found| found.namespace.nsid).collect();
+        let count = |name| rig.target.log.iter().filter(|command| *command == name).count();
+        (found, rig.host.active_namespaces().to_vec(), ["identify 2", "identify 3", "identify 0"].map(count))
+    };
+    let (few, many) = ([3, 5, 9], (1..=2000).collect::<Vec<_>>());
+    assert_eq!(identified(NamespaceScope::All, &few), (few.to_vec(), few.to_vec(), [1, 3, 3]));
+    assert_eq!(identified(NamespaceScope::One(5), &few), (vec![5], few.to_vec(), [1, 1, 1]));
+    assert_eq!(identified(NamespaceScope::One(4), &few), (vec![], few.to_vec(), [1, 0, 0]));
+    assert_eq!(identified(NamespaceScope::One(1999), &many), (vec![1999], many.clone(), [2, 1, 1]));
+    assert_eq!(identified(NamespaceScope::Nothing, &many), (vec![], vec![], [0, 0, 0]));
+}
+
+#[test]
+fn scope_that_is_narrowed_leaves_other_namespaces_out() {
+    let mut rig = Rig::new(config());
+    rig.target.behaviour.namespaces = vec![1, 2, 3];
+    rig.host.start(0);
+    rig.run_until(|rig| rig.host.state() == ControllerState::Live);
+    rig.host.narrow_scope(2);
+    let found = |rig: &Rig| rig.host.namespaces().iter().map(|found| found.namespace.nsid).collect::<Vec<_>>();
+    assert_eq!(found(&rig), [2]);
+    rig.run_for(100);
+    let (log, events) = (rig.target.log.len(), rig.events.len());
+    rig.target.event(2 | 4 << 16);
+    rig.run_for(100);
+    assert_eq!(rig.target.log[log..], ["log 4", "identify 2", "identify 3", "identify 0"]);
+    assert_eq!((rig.events.len(), found(&rig)), (events, vec![2]), "nothing has changed");
+    rig.target.behaviour.namespaces = vec![1, 3];
+    rig.target.event(2 | 4 << 16);
+    rig.run_until(|rig| rig.host.namespaces().is_empty());
+    assert_eq!(rig.events.last(), Some(&FabricsHostEvent::NamespacesChanged));
 }
 
 #[test]
