@@ -46,7 +46,7 @@ pub use nvme::{
 pub use nvme_tcp::{
     AcceptNamespace, AdminAttempt, AdminConnector, AdminSocket, LateNamespace, TcpAdminClient, TcpAdminResult,
     TcpAssociation, TcpNamespace, TcpNamespaceConfig, TcpNamespaceQueue, TcpNamespaceView, TcpPeer, TcpQueueOpening,
-    read_discovery_log, walk_discovery_services,
+    TcpSparePath, WalkedServices, read_discovery_log, walk_discovery_services,
 };
 pub use protocol::RemoteOptions;
 pub use queue::RemoteQueue;

@@ -11,7 +11,7 @@ use std::ops::Deref;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use blkyard_attach::{Connector, LateNamespace, QueuePoolMember, TcpPeer};
+use blkyard_attach::{Connector, LateNamespace, QueuePoolMember, TcpPeer, TcpSparePath};
 use blkyard_mem::DmaDomain;
 use blkyard_mpath::{MultipathSettings, PathCounters, PathMonitor, PathState};
 use blkyard_mq::{DeviceInfo, Driver, QueueCounts, QueueKind, Region, SECTOR_SHIFT, TagSet};
@@ -161,7 +161,16 @@ pub trait DeviceOps: Debug + Send + Sync {
     /// # Errors
     /// See [`DeviceError`]; also for a kind whose paths have to answer when they are opened.
     fn later_path(&self, spec: &Spec, _late: LatePath) -> Result<Device, DeviceError> {
-        Err(SpecError::new(&spec.name, "paths of this kind are not connected later", "start its server first").into())
+        Err(no_late_path(spec))
+    }
+
+    /// Opens another path to the same disk, whose address is not known yet. Its options are those of a name of the same
+    /// kind, and its queues can be opened at once.
+    ///
+    /// # Errors
+    /// See [`later_path`](DeviceOps::later_path).
+    fn spare_path(&self, spec: &Spec, _late: LatePath) -> Result<(Device, TcpSparePath), DeviceError> {
+        Err(no_late_path(spec))
     }
 
     /// Why it is not connected, if it is not and knows.
@@ -211,6 +220,10 @@ pub trait DeviceOps: Debug + Send + Sync {
     fn needs_preconditioning(&self) -> bool {
         false
     }
+}
+
+fn no_late_path(spec: &Spec) -> DeviceError {
+    SpecError::new(&spec.name, "paths of this kind are not connected later", "start its server first").into()
 }
 
 /// A path that is to be connected in the background, and what it must keep.

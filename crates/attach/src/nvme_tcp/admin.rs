@@ -59,6 +59,11 @@ impl AdminConnection {
         }
     }
 
+    /// Sets the address for the next connects, `HOST:PORT`.
+    pub(super) fn set_address(&mut self, address: String) {
+        self.address = address;
+    }
+
     /// Address of the controller, once there was a stream.
     pub(super) fn peer(&self) -> Option<SocketAddr> {
         self.peer

@@ -119,7 +119,8 @@ pub struct TcpAdminClient {
 }
 
 impl TcpAdminClient {
-    /// Connects to a controller at `HOST:PORT`, and brings it up without a look at its namespaces. `name` is for messages.
+    /// Connects to a controller at `HOST:PORT`, and brings it up without a look at its namespaces. `name` is for
+    /// messages.
     ///
     /// # Errors
     /// The controller is not live within the limit of `host`, or no descriptor is left.

@@ -44,6 +44,8 @@ pub(super) struct TcpControl {
     namespace: Option<ScannedNamespace>,
     /// Set until a namespace that was not there when the disk was opened has been found and accepted.
     awaited: Option<AwaitedNamespace>,
+    /// Whether it is a spare path without a port.
+    pub(super) awaits_port: bool,
     deadline_ns: Option<u64>,
     /// Whether an attempt has failed since the start or the last success.
     has_failed: bool,
@@ -74,6 +76,7 @@ impl TcpControl {
             queues: Vec::new(),
             namespace: None,
             awaited: None,
+            awaits_port: false,
             deadline_ns: None,
             has_failed: false,
             is_over: false,
@@ -117,13 +120,22 @@ impl TcpControl {
         Some(if is_lost { AttachError::Unreachable { disk, cause } } else { AttachError::Controller { disk, cause } })
     }
 
-    /// Begins to connect to the controller of a namespace that is known from elsewhere, with so many queues.
+    /// Expects the controller of a namespace that is known from elsewhere, with so many queues.
     pub(super) fn wait_for(&mut self, known: ScannedNamespace, awaited: AwaitedNamespace, counts: QueueCounts) {
         let entries = awaited.late.depth + 1;
         self.admin.host.assume(entries.try_into().unwrap_or(u16::MAX), counts);
         self.admin.host.narrow_scope(known.namespace.nsid);
         (self.namespace, self.awaited) = (Some(known), Some(awaited));
-        self.start();
+    }
+
+    /// Connects a spare path once its port is known.
+    fn look_for_port(&mut self) {
+        let Some((name, address)) = self.shared.port.get().filter(|_| self.awaits_port).cloned() else { return };
+        self.awaits_port = false;
+        self.config.name = name;
+        self.admin.set_address(address);
+        self.set_connection(ConnectionState::Connecting);
+        self.admin.host.start(self.now_ns());
     }
 
     fn now_ns(&self) -> u64 {
@@ -191,6 +203,7 @@ impl TcpControl {
     /// Handles all that is due. False once the disk and all its queues are dropped.
     fn step(&mut self) -> bool {
         self.wake.take();
+        self.look_for_port();
         let is_used = loop {
             match self.commands.try_recv() {
                 Ok(command) => self.obey(command),

@@ -35,9 +35,17 @@ pub fn read_discovery_log(
     })
 }
 
-/// Reads the logs of the discovery service at `HOST:PORT` and of those that it refers to. Returns the subsystems that
-/// they name, in order. A service that others refer to and that does not answer is left out, with a warning. `name` is
-/// for messages.
+/// What discovery services have said.
+#[derive(Clone, Debug, Default)]
+pub struct WalkedServices {
+    /// The subsystems that they name, in order.
+    pub subsystems: Vec<DiscoveryEntry>,
+    /// Why services were left out.
+    pub warnings: Vec<String>,
+}
+
+/// Reads the logs of the discovery service at `HOST:PORT` and of those that it refers to. A service that others refer
+/// to and that does not answer is left out, with a warning. `name` is for messages.
 ///
 /// # Errors
 /// The first service has no address, or does not answer as it should.
@@ -46,7 +54,7 @@ pub fn walk_discovery_services(
     address: &str,
     host: &FabricsHostConfig,
     clock: &Arc<dyn TimeSource>,
-) -> Result<Vec<DiscoveryEntry>, AttachError> {
+) -> Result<WalkedServices, AttachError> {
     let ask = |service: SocketAddr| {
         let name = format!("{name}: discovery service {service}");
         read_discovery_log(&name, &service.to_string(), host.clone(), SERVICE_MAX, Arc::clone(clock))
@@ -65,20 +73,22 @@ pub fn walk_discovery_services(
                 continue;
             }
         }
+        let mut warnings = Vec::new();
         while let Some(service) = walk.next_service() {
             if clock.now() >= until {
-                tracing::warn!("{name}: the discovery service {} is not asked: others took too long", service.address);
+                let service = service.address;
+                warnings.push(format!("{name}: the discovery service {service} is not asked: others took too long"));
                 continue;
             }
             match ask(service.address) {
                 Ok(log) => walk.add(service, log.entries),
-                Err(error) => tracing::warn!("{error}; it is left out, and others refer to it"),
+                Err(error) => warnings.push(format!("{error}; it is left out, and others refer to it")),
             }
         }
         if walk.dropped() > 0 {
-            tracing::warn!("{name}: {} further discovery services are not asked: too many", walk.dropped());
+            warnings.push(format!("{name}: {} further discovery services are not asked: too many", walk.dropped()));
         }
-        return Ok(walk.subsystems().to_vec());
+        return Ok(WalkedServices { subsystems: walk.subsystems().to_vec(), warnings });
     }
     Err(last)
 }

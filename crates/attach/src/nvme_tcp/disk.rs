@@ -4,7 +4,7 @@ use std::fmt::Formatter;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -47,6 +47,10 @@ pub(super) struct TcpShared {
     /// The association, for the other paths to its device; and these.
     pub(super) peer: Arc<TcpPeer>,
     pub(super) peers: Mutex<Vec<Arc<TcpPeer>>>,
+    /// Of a spare path: its name and the address of its port, once known.
+    pub(super) port: OnceLock<(String, String)>,
+    /// Wakes the control thread.
+    wake: Arc<EventFd>,
 }
 
 impl TcpShared {
@@ -58,6 +62,8 @@ impl TcpShared {
             is_path: AtomicBool::new(false),
             peer: Arc::new(TcpPeer::new(config.host.subsystem.clone(), Arc::clone(wake))),
             peers: Mutex::default(),
+            port: OnceLock::new(),
+            wake: Arc::clone(wake),
         }
     }
 
@@ -105,6 +111,25 @@ pub(super) struct AwaitedNamespace {
 impl std::fmt::Debug for AwaitedNamespace {
     fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("AwaitedNamespace").field("info", &self.late.info).finish_non_exhaustive()
+    }
+}
+
+/// A way to a namespace that has no port yet, for the one who learns of ports. Does not keep it open.
+#[derive(Clone, Debug)]
+pub struct TcpSparePath(Arc<TcpShared>);
+
+impl TcpSparePath {
+    /// Connects it in the background to a port at `HOST:PORT`, with this name from now on. Without effect if it has
+    /// one.
+    pub fn connect(&self, name: &str, address: &str) {
+        if self.0.port.set((name.to_owned(), address.to_owned())).is_ok() {
+            self.0.wake.signal();
+        }
+    }
+
+    /// Its name, once it has a port.
+    pub fn name(&self) -> Option<String> {
+        self.0.port.get().map(|(name, _)| name.clone())
     }
 }
 
@@ -185,13 +210,41 @@ impl TcpNamespace {
         beside: &TcpNamespace,
         late: LateNamespace,
     ) -> Result<TcpNamespace, AttachError> {
-        let (mut control, sender) = TcpNamespace::control_of_system(config)?;
+        let (mut control, namespace) = TcpNamespace::late(config, beside, late)?;
         control.shared.monitor.change(|state| state.connection = ConnectionState::Connecting);
+        control.start();
+        namespace.run(control)
+    }
+
+    /// The same for a port that is not known yet: it is connected once [`TcpSparePath::connect`] is called. Until then
+    /// it is a path that cannot come back. The address of `config` is not used.
+    ///
+    /// # Errors
+    /// See [`AttachError`].
+    pub fn spare(
+        config: TcpNamespaceConfig,
+        beside: &TcpNamespace,
+        late: LateNamespace,
+    ) -> Result<(TcpNamespace, TcpSparePath), AttachError> {
+        let (mut control, namespace) = TcpNamespace::late(config, beside, late)?;
+        control.shared.monitor.change(|state| state.connection = ConnectionState::Dead);
+        control.awaits_port = true;
+        let spare = TcpSparePath(Arc::clone(&control.shared));
+        Ok((namespace.run(control)?, spare))
+    }
+
+    fn late(
+        config: TcpNamespaceConfig,
+        beside: &TcpNamespace,
+        late: LateNamespace,
+    ) -> Result<(TcpControl, TcpNamespace), AttachError> {
+        let (mut control, sender) = TcpNamespace::control_of_system(config)?;
         control.shared.note(|view| view.last_loss = Some(late.why.clone()));
         let (counts, depth) = (beside.counts, late.depth);
         let found = ScannedNamespace { info: late.info.clone(), ..beside.found.clone() };
         control.wait_for(found.clone(), AwaitedNamespace { late, beside: Arc::clone(&beside.shared) }, counts);
-        TcpNamespace::with(&control, sender, found, counts, depth).run(control)
+        let namespace = TcpNamespace::with(&control, sender, found, counts, depth);
+        Ok((control, namespace))
     }
 
     /// Starts the control thread.

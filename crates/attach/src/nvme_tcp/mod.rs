@@ -35,8 +35,8 @@ use blkyard_sys::TimeSource;
 pub use admin_stream::{AdminAttempt, AdminConnector, AdminSocket};
 pub use association::TcpAssociation;
 pub use client::{TcpAdminClient, TcpAdminResult};
-pub use discover::{read_discovery_log, walk_discovery_services};
-pub use disk::{AcceptNamespace, LateNamespace, TcpNamespace, TcpNamespaceView, TcpQueueOpening};
+pub use discover::{WalkedServices, read_discovery_log, walk_discovery_services};
+pub use disk::{AcceptNamespace, LateNamespace, TcpNamespace, TcpNamespaceView, TcpQueueOpening, TcpSparePath};
 pub use peer::TcpPeer;
 pub use queue::TcpNamespaceQueue;
 

@@ -1,12 +1,16 @@
 //! `nvme-discover://HOST:PORT/NQN`: a namespace of an NVMe subsystem at all ports that discovery services name.
 //!
 //! The services are asked when the device is opened, which then is a [`multipath`] device over NVMe/TCP, also over a
-//! single port.
+//! single port. They are asked again at intervals: ports that they name later are given to spare paths, which the
+//! device has from the start.
 
+use std::collections::VecDeque;
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::Duration;
 
-use blkyard_attach::walk_discovery_services;
+use blkyard_attach::{AttachError, TcpSparePath, WalkedServices, walk_discovery_services};
 use blkyard_mpath::PATHS_MAX;
 use blkyard_nvme::fabrics::{DISCOVERY_NQN, Nqn};
 use blkyard_nvme::{DISCOVERY_PORT, DiscoveryEntry, DiscoveryKind, FabricsHostConfig};
@@ -23,20 +27,26 @@ pub(super) const KIND: DeviceKind =
 
 pub(super) const SCHEME: &str = "nvme-discover";
 
+/// Paths for ports that are named later, at most.
+const SPARES_MAX: usize = 4;
+/// Default interval at which the services are asked again, s.
+const REDISCOVER_S: u64 = 30;
 /// Subsystems that an error lists, at most.
 const NAMES_MAX: usize = 16;
 
-fn open(spec: Spec, _: Option<MakeConnector<'_>>) -> Result<Device, DeviceError> {
+fn open(mut spec: Spec, _: Option<MakeConnector<'_>>) -> Result<Device, DeviceError> {
     let (service, subsystem) = parse_address(&spec, DISCOVERY_PORT)?;
+    let interval_s = spec.take_number("rediscover_s", 0, 86_400)?.unwrap_or(REDISCOVER_S);
     // The option remains for the paths.
     let (host, host_id) = take_host(&mut spec.clone())?;
     let discovery = Nqn::new(DISCOVERY_NQN).expect("the NQN of discovery services is valid");
     let config = FabricsHostConfig::new(host, host_id, discovery);
     let clock: Arc<dyn TimeSource> = Arc::new(SystemClock);
-    let named = walk_discovery_services(&spec.address(), &service, &config, &clock)?;
-    let mut ports = ports_of(&subsystem, &named);
+    let WalkedServices { subsystems, warnings } = walk_discovery_services(&spec.address(), &service, &config, &clock)?;
+    warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
+    let mut ports = ports_of(&subsystem, &subsystems);
     if ports.is_empty() {
-        return Err(unnamed(&spec, &service, &subsystem, &named).into());
+        return Err(unnamed(&spec, &service, &subsystem, &subsystems).into());
     }
     if ports.len() > PATHS_MAX {
         tracing::warn!("{}: {} ports are named, and the first {PATHS_MAX} are used", spec.address(), ports.len());
@@ -44,7 +54,73 @@ fn open(spec: Spec, _: Option<MakeConnector<'_>>) -> Result<Device, DeviceError>
     }
     let path = |port: &SocketAddr| Spec::parse(&format!("nvme-tcp://{port}/{subsystem}"));
     let paths = ports.iter().map(path).collect::<Result<_, _>>()?;
-    multipath::open_over(spec, paths)
+    let spares = if interval_s > 0 { SPARES_MAX.min(PATHS_MAX - ports.len()) } else { 0 };
+    let name = spec.address();
+    multipath::open_over(spec, paths, spares, |spares, end| {
+        let interval = Duration::from_secs(interval_s);
+        let watch =
+            PortWatch { name, service, subsystem, config, clock, known: ports, spares: spares.into(), warnings };
+        watch.start(interval, end)
+    })
+}
+
+/// Asks the services again, and connects spare paths to ports that they name now.
+#[derive(Debug)]
+struct PortWatch {
+    /// Name of the device, for messages.
+    name: String,
+    service: String,
+    subsystem: Nqn,
+    config: FabricsHostConfig,
+    clock: Arc<dyn TimeSource>,
+    /// Ports that have a path.
+    known: Vec<SocketAddr>,
+    /// Those without a port.
+    spares: VecDeque<TcpSparePath>,
+    /// Warnings of the last time. The same ones are not logged again.
+    warnings: Vec<String>,
+}
+
+impl PortWatch {
+    /// Watches until the end of the device, or until no spare path is left.
+    fn start(mut self, interval: Duration, end: Receiver<()>) -> Result<(), DeviceError> {
+        if self.spares.is_empty() {
+            return Ok(());
+        }
+        let name = self.name.clone();
+        let run = move || {
+            while end.recv_timeout(interval) == Err(RecvTimeoutError::Timeout) && self.look() {}
+        };
+        let thread = std::thread::Builder::new().name("nvme-discover".into()).spawn(run);
+        thread.map(drop).map_err(|source| AttachError::System { disk: name, source }.into())
+    }
+
+    /// Asks the services. False if a port has found no path.
+    fn look(&mut self) -> bool {
+        let walked = walk_discovery_services(&self.name, &self.service, &self.config, &self.clock);
+        let WalkedServices { subsystems, warnings } = walked.unwrap_or_else(|error| WalkedServices {
+            subsystems: Vec::new(),
+            warnings: vec![format!("{error}; its ports stay in use, and it is asked again")],
+        });
+        warnings.iter().filter(|new| !self.warnings.contains(new)).for_each(|new| tracing::warn!("{new}"));
+        self.warnings = warnings;
+        ports_of(&self.subsystem, &subsystems).into_iter().all(|port| self.use_port(port))
+    }
+
+    fn use_port(&mut self, port: SocketAddr) -> bool {
+        if self.known.contains(&port) {
+            return true;
+        }
+        let Some(spare) = self.spares.pop_front() else {
+            let cure = "open the device again to use it, as a takeover does";
+            tracing::warn!("{}: a discovery service names port {port}, and no spare path is left; {cure}", self.name);
+            return false;
+        };
+        tracing::info!("{}: a discovery service names port {port}, which is connected", self.name);
+        self.known.push(port);
+        spare.connect(&format!("nvme-tcp://{port}/{}", self.subsystem), &port.to_string());
+        true
+    }
 }
 
 /// Asks the services anew.
@@ -115,6 +191,25 @@ mod tests {
         ];
         let ports: Vec<_> = ports_of(&wanted, &named).iter().map(SocketAddr::port).collect();
         assert_eq!(ports, [3, 2]);
+    }
+
+    #[test]
+    fn watch_ends_with_the_first_port_that_finds_no_spare_path() {
+        let [host, subsystem] = ["nqn.x:host", "nqn.x:disk"].map(|name| Nqn::new(name).unwrap());
+        let discovery = Nqn::new(DISCOVERY_NQN).unwrap();
+        let [known, new]: [SocketAddr; 2] = ["192.0.2.1:4420", "192.0.2.2:4420"].map(|port| port.parse().unwrap());
+        let mut watch = PortWatch {
+            name: "nvme-discover:test".into(),
+            service: "192.0.2.1:8009".into(),
+            subsystem,
+            config: FabricsHostConfig::new(host, [7; 16], discovery),
+            clock: Arc::new(SystemClock),
+            known: vec![known],
+            spares: VecDeque::new(),
+            warnings: vec![],
+        };
+        assert_eq!([known, new].map(|port| watch.use_port(port)), [true, false]);
+        assert_eq!(watch.known, [known]);
     }
 
     #[test]

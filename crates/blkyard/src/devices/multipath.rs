@@ -3,10 +3,11 @@
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::panic::resume_unwind;
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::ScopedJoinHandle;
 
-use blkyard_attach::{AcceptNamespace, AttachError};
+use blkyard_attach::{AcceptNamespace, AttachError, TcpSparePath};
 use blkyard_mem::{DmaDomain, PAGE_BYTES, Region};
 use blkyard_mpath::{
     HedgeConfig, MultipathQueue, MultipathSettings, MultipathStats, PATHS_MAX, PathCounters, PathMonitor, PathRules,
@@ -42,11 +43,17 @@ fn open(spec: Spec, _: Option<MakeConnector<'_>>) -> Result<Device, DeviceError>
         return Err(wrong("it has too many paths", &format!("name at most {PATHS_MAX}")).into());
     }
     let paths = paths.into_iter().map(Spec::parse).collect::<Result<_, _>>()?;
-    open_over(spec, paths)
+    open_over(spec, paths, 0, |_, _| Ok(()))
 }
 
-/// Opens one disk over these paths. The options of its name are those of several paths, and of each path.
-pub(super) fn open_over(mut spec: Spec, mut paths: Vec<Spec>) -> Result<Device, DeviceError> {
+/// Opens one disk over these paths, and so many spare ones, which `watch` gets with the end of their device: when the
+/// sender is dropped. The options of the disk's name are those of several paths, and of each path.
+pub(super) fn open_over(
+    mut spec: Spec,
+    mut paths: Vec<Spec>,
+    spares: usize,
+    watch: impl FnOnce(Vec<TcpSparePath>, Receiver<()>) -> Result<(), DeviceError>,
+) -> Result<Device, DeviceError> {
     let names = PolicyKind::ALL.map(PolicyKind::name).join(", ");
     let policy = spec.take_with("policy", &format!("one of {names}"), |name| name.parse().ok())?;
     let no_path_s = spec.take_number("no_path_s", 0, u64::from(u32::MAX))?.unwrap_or(NO_PATH_S);
@@ -64,7 +71,10 @@ pub(super) fn open_over(mut spec: Spec, mut paths: Vec<Spec>) -> Result<Device, 
         options.iter().try_for_each(|(key, value)| path.set(key, value))?;
         kind_of(KINDS, path)?;
     }
-    Ok(MultipathDevice::open(&spec, &paths, settings, is_unidentified)?.into())
+    let (end, ended) = channel();
+    let device = MultipathDevice::open(&spec, &paths, settings, is_unidentified, spares, end)?;
+    watch(device.spares.clone(), ended)?;
+    Ok(device.into())
 }
 
 /// Opens the paths anew, as [`MultipathDevice::handover`] has found possible.
@@ -101,6 +111,10 @@ struct MultipathDevice {
     monitors: Vec<Option<Arc<PathMonitor>>>,
     settings: Arc<MultipathSettings>,
     queues: Mutex<QueueStats>,
+    /// Paths for ports that become known later, the last ones. They get their ports in order.
+    spares: Vec<TcpSparePath>,
+    /// Its end tells the watch of ports.
+    _end: Sender<()>,
 }
 
 /// Counters of all queues so far.
@@ -148,6 +162,8 @@ impl MultipathDevice {
         names: &[Spec],
         settings: MultipathSettings,
         is_unidentified: bool,
+        spares: usize,
+        end: Sender<()>,
     ) -> Result<MultipathDevice, DeviceError> {
         let (mut opened, mut late) = (Vec::new(), Vec::new());
         for (number, path) in open_all(names).into_iter().enumerate() {
@@ -165,14 +181,17 @@ impl MultipathDevice {
         for (_, path) in &opened[1..] {
             known.join(&mut info, path.info(), &path.ids())?;
         }
+        let queues = opened.iter().map(|(_, path)| path.queues_max()).min().unwrap_or(0);
+        let depth = opened.iter().map(|(_, path)| path.depth_max()).min().unwrap_or(0);
+        let late_path = |why| LatePath { info: info.clone(), queues, depth, why, accepts: known.check(&info) };
+        let spare_path = |_| {
+            let (number, beside) = &opened[0];
+            beside.spare_path(&names[*number], late_path("no port is known for it".into()))
+        };
+        let (spare_devices, spares): (Vec<_>, Vec<_>) =
+            (0..spares).map(spare_path).collect::<Result<Vec<_>, DeviceError>>()?.into_iter().unzip();
         for (number, why, error) in late {
-            let path = LatePath {
-                info: info.clone(),
-                queues: opened.iter().map(|(_, path)| path.queues_max()).min().unwrap_or(0),
-                depth: opened.iter().map(|(_, path)| path.depth_max()).min().unwrap_or(0),
-                why,
-                accepts: known.check(&info),
-            };
+            let path = late_path(why);
             // One of its kind knows how to connect it.
             let beside = opened.iter().find(|(other, _)| names[*other].scheme == names[number].scheme);
             let Some((_, beside)) = beside else { return Err(error) };
@@ -181,7 +200,7 @@ impl MultipathDevice {
             opened.push((number, path));
         }
         opened.sort_by_key(|(number, _)| *number);
-        let paths: Vec<_> = opened.into_iter().map(|(_, path)| path).collect();
+        let paths: Vec<_> = opened.into_iter().map(|(_, path)| path).chain(spare_devices).collect();
         info.name = spec.address();
         let monitors = paths.iter().map(|path| path.as_path()).collect();
         let peers: Vec<_> = paths.iter().filter_map(|path| path.peer().cloned()).collect();
@@ -194,7 +213,15 @@ impl MultipathDevice {
             monitors,
             settings: Arc::new(settings),
             queues: Mutex::new(queues),
+            spares,
+            _end: end,
         })
+    }
+
+    /// Names of the paths, without the spare ones that have no port yet.
+    fn path_names(&self) -> Vec<String> {
+        let fixed = self.paths[..self.paths.len() - self.spares.len()].iter().map(|path| path.info().name.clone());
+        fixed.chain(self.spares.iter().map_while(TcpSparePath::name)).collect()
     }
 
     fn queue_stats(&self) -> MutexGuard<'_, QueueStats> {
@@ -340,12 +367,13 @@ impl DeviceOps for MultipathDevice {
 
     fn describe(&self) -> String {
         let PathRules { policy, hedged_reads, .. } = self.settings.rules();
+        let paths = self.path_names().len();
         let hedges = match hedged_reads {
             None => "",
-            Some(_) if self.monitors.iter().flatten().count() > 1 => ", hedged reads",
+            Some(_) if self.monitors[..paths].iter().flatten().count() > 1 => ", hedged reads",
             Some(_) => ", hedged reads set but of no effect: they need two paths over NVMe/TCP",
         };
-        format!("{} paths, policy {}{hedges}", self.paths.len(), policy.name())
+        format!("{paths} paths, policy {}{hedges}", policy.name())
     }
 
     fn queue(&self, kind: QueueKind, depth: usize) -> Result<DeviceQueue, DeviceError> {
@@ -411,13 +439,13 @@ impl DeviceOps for MultipathDevice {
 
     fn paths(&self) -> Vec<DevicePath> {
         let queues = self.queue_stats();
-        let view = |(number, (device, monitor)): (usize, (&Device, &Option<Arc<PathMonitor>>))| {
+        let view = |(number, name): (usize, String)| {
             let mut counters = queues.closed[number];
             queues.open.iter().for_each(|stats| add(&mut counters, &stats.path(number)));
-            let state = monitor.as_ref().map(|monitor| monitor.state()).unwrap_or_default();
-            DevicePath { name: device.info().name.clone(), state, loss: device.loss(), counters }
+            let state = self.monitors[number].as_ref().map(|monitor| monitor.state()).unwrap_or_default();
+            DevicePath { name, state, loss: self.paths[number].loss(), counters }
         };
-        self.paths.iter().zip(&self.monitors).enumerate().map(view).collect()
+        self.path_names().into_iter().enumerate().map(view).collect()
     }
 
     fn path_settings(&self) -> Option<&MultipathSettings> {
@@ -425,6 +453,6 @@ impl DeviceOps for MultipathDevice {
     }
 
     fn has_ended(&self) -> bool {
-        self.paths.iter().all(|path| path.has_ended())
+        self.paths[..self.path_names().len()].iter().all(|path| path.has_ended())
     }
 }

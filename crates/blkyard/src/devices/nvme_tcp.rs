@@ -5,7 +5,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use blkyard_attach::{TcpNamespace, TcpNamespaceConfig, TcpPeer};
+use blkyard_attach::{TcpNamespace, TcpNamespaceConfig, TcpPeer, TcpSparePath};
 use blkyard_mpath::PathMonitor;
 use blkyard_mq::{DeviceInfo, QueueKind, SECTOR_SHIFT};
 use blkyard_nvme::fabrics::Nqn;
@@ -191,6 +191,12 @@ impl DeviceOps for TcpDevice {
     fn later_path(&self, spec: &Spec, late: LatePath) -> Result<Device, DeviceError> {
         let config = take_config(&mut spec.clone())?;
         Ok(TcpDevice { namespace: TcpNamespace::later(config, &self.namespace, late)? }.into())
+    }
+
+    fn spare_path(&self, spec: &Spec, late: LatePath) -> Result<(Device, TcpSparePath), DeviceError> {
+        let config = take_config(&mut spec.clone())?;
+        let (namespace, spare) = TcpNamespace::spare(config, &self.namespace, late)?;
+        Ok((TcpDevice { namespace }.into(), spare))
     }
 
     fn loss(&self) -> Option<String> {

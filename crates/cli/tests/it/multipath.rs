@@ -88,7 +88,7 @@ impl Rig<'_> {
 }
 
 /// A loopback address for this process.
-fn own_loopback() -> Ipv4Addr {
+pub fn own_loopback() -> Ipv4Addr {
     let [low, middle, high, _] = std::process::id().to_le_bytes();
     Ipv4Addr::new(127, 64 | high, middle, low)
 }

@@ -5,6 +5,7 @@ use std::path::Path;
 use std::process::Stdio;
 
 use crate::common::{Daemon, Process, inspect, inspect_at, program, run, wait_until};
+use crate::multipath::own_loopback;
 
 const NQN: &str = "nqn.2026-11.test:discovered";
 const HOST: &str = "nqn.2026-11.test:host";
@@ -77,4 +78,47 @@ fn a_subsystem_that_no_service_names_is_refused_with_the_names_of_others() {
         assert!(error.contains("no discovery log within 5s") && error.contains("it is left out"), "{error}");
     }
     targets.into_iter().for_each(Daemon::stop);
+}
+
+#[test]
+fn a_port_that_is_named_later_becomes_a_path() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let words = ["--control", "d", "--device", "ram:16M?share=on"];
+    let exports = ["--export", "vhost-user-blk:d0?queues=4", "--export", "vhost-user-blk:d1?queues=4"];
+    let disk = Daemon::start(folder, &[&words[..], &exports].concat());
+    // Free ports of an address that no other process uses.
+    let listeners = [0; 2].map(|_| TcpListener::bind((own_loopback(), 0)).unwrap());
+    let addresses = listeners.map(|listener| listener.local_addr().unwrap());
+    let port = |number: usize| {
+        let (device, address) = (format!("vhost-user:d{number}"), addresses[number]);
+        // The first controller identifier keeps those of the ports apart.
+        let export = format!("nvme-tcp://{address}?nqn={NQN}&hosts={HOST}&controller_ids={}", 1 + 1000 * number);
+        target(folder, &format!("t{number}"), &device, &[export]).0
+    };
+    let first = port(0);
+    let export = format!("nvme-tcp://127.0.0.1:0?nqn={OTHER_NQN}&referrals={},{}", addresses[0], addresses[1]);
+    let (service, services) = target(folder, "o", "null:1M", &[export]);
+    let device = format!("nvme-discover://{}/{NQN}?host_nqn={HOST}&queues=1&policy=round-robin", services[0]);
+    let device = format!("{device}&rediscover_s=1&reconnect_delay_s=1");
+    let daemon = Daemon::start(folder, &["--control", "c", "--device", &device, "--export", "vhost-user-blk:s"]);
+    let paths = || inspect(folder, &[])["devices"][0]["paths"].clone();
+    let load = || {
+        let words =
+            ["bench", "vhost-user:s", "--rw", "randwrite", "--bs", "4k", "--iodepth", "8", "--verify", "crc32c"];
+        assert!(Process::spawn(program(folder, &words).stdout(Stdio::null())).ended().success(), "the verified writes");
+    };
+    load();
+    assert_eq!(paths().as_array().unwrap().len(), 1, "{}", paths());
+    let second = port(1);
+    wait_until("the new port is a path", || paths()[1]["state"] == "live");
+    assert_eq!(paths()[1]["name"], format!("nvme-tcp://{}/{NQN}", addresses[1]));
+    load();
+    assert!((0..2).all(|path| paths()[path]["ios"].as_u64().unwrap() > 0), "a path is not used: {}", paths());
+    // The later one is a path like any other.
+    first.stop();
+    wait_until("the first port is lost", || paths()[0]["state"] != "live");
+    load();
+    daemon.stop();
+    [second, service, disk].into_iter().for_each(Daemon::stop);
 }

@@ -92,8 +92,8 @@ pub struct FabricsHostConfig {
     pub keep_alive_ms: u32,
     /// Time for a connection with its Connect command, ns.
     pub connect_ns: u64,
-    /// Time from a connected stream to a live controller, ns, without the wait for CSTS.RDY, which the controller limits
-    /// (CAP.TO). One that answers each command just in time, and has thousands of namespaces, would take days.
+    /// Time from a connected stream to a live controller, ns, without the wait for CSTS.RDY, which CAP.TO limits. A
+    /// controller that answers each command just in time, and has thousands of namespaces, would take days.
     pub bring_up_ns: u64,
     /// Shortest and longest pause before a reconnect, ns. It doubles with each attempt.
     pub reconnect_ns: [u64; 2],

@@ -1,8 +1,8 @@
 //! The namespace scan: the active namespaces, and the properties of those in its scope for the queue core.
 //!
-//! Pages of the active namespace list, 1024 identifiers each, until a page is not full; then for each namespace in scope
-//! its identification descriptors and its data. On a controller without the list namespaces are tried one by one. The
-//! controller's answers are bounded here: at most [`NAMESPACES_MAX`], in ascending order.
+//! Pages of the active namespace list, 1024 identifiers each, until a page is not full; then for each namespace in
+//! scope its identification descriptors and its data. On a controller without the list namespaces are tried one by
+//! one. The controller's answers are bounded here: at most [`NAMESPACES_MAX`], in ascending order.
 //!
 //! A command that fails for the moment is sent again; a namespace that still cannot be read is kept as it was known.
 

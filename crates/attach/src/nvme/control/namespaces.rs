@@ -44,8 +44,8 @@ impl<T: NvmeTransport> NvmeControl<T> {
 /// Identifiers that an error lists, at most.
 const NUMBERS_MAX: usize = 16;
 
-/// The namespace of this number; the only one if unset. `active` has the identifiers of all, also of those that were not
-/// identified or cannot be used.
+/// The namespace of this number; the only one if unset. `active` has the identifiers of all, also of those that were
+/// not identified or cannot be used.
 pub(crate) fn find_namespace(
     usable: &[ScannedNamespace],
     active: &[u32],

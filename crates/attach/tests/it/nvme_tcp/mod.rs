@@ -7,8 +7,9 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use blkyard_attach::{AttachError, TcpNamespace, TcpNamespaceConfig, TcpNamespaceQueue};
+use blkyard_attach::{AttachError, LateNamespace, TcpNamespace, TcpNamespaceConfig, TcpNamespaceQueue};
 use blkyard_mem::Region;
+use blkyard_mpath::ConnectionState;
 use blkyard_mq::{Op, QueueKind, Status};
 use blkyard_nvme::FabricsHostConfig;
 use blkyard_nvme::fabrics::Nqn;
@@ -214,6 +215,38 @@ fn one_namespace_of_many_at_a_slow_target_is_opened_by_its_name() {
     let cause = "the controller has no namespace 1001; it has 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16 and \
                  984 more";
     assert!(error.contains(cause), "{error}");
+}
+
+#[test]
+fn spare_path_is_used_once_it_has_a_port() {
+    let target = Target::start();
+    let disk = attach(&target, 1);
+    let late = || LateNamespace {
+        info: disk.info().clone(),
+        queues: 1,
+        depth: disk.depth_max(),
+        why: "no port".into(),
+        accepts: Box::new(|_, _, _| Ok(())),
+    };
+    // Nobody is there, and it is not tried.
+    let config = config("127.0.0.1:1".parse().unwrap(), 1);
+    let (unused, _) = TcpNamespace::spare(config.clone(), &disk, late()).unwrap();
+    let (spare, port) = TcpNamespace::spare(config, &disk, late()).unwrap();
+    let state = spare.as_path();
+    let mut user = user(&spare, QueueKind::Default);
+    user.submit(Op::Flush, 0, 0);
+    (0..10).for_each(|_| _ = user.turn());
+    std::thread::sleep(LULL);
+    assert_eq!((user.ended.len(), port.name()), (0, None));
+    assert_eq!((state.state().connection, spare.view().last_loss.as_deref()), (ConnectionState::Dead, Some("no port")));
+    port.connect("nvme-tcp:found", &target.address.to_string());
+    port.connect("nvme-tcp:other", "127.0.0.1:1");
+    user.drain();
+    exercise(&mut user, 0);
+    assert_eq!((port.name().as_deref(), spare.view().sessions), (Some("nvme-tcp:found"), 1));
+    assert_eq!(state.state().connection, ConnectionState::Live);
+    drop((user, spare, unused, disk));
+    crate::common::until("the associations end", || target.associations() == 0);
 }
 
 #[test]
