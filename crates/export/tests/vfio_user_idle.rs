@@ -8,7 +8,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use blkyard_export::NvmeDoorbells;
-use blkyard_nvme::{Sqe, admin};
+use blkyard_nvme::{Sqe, admin, feature};
 use common::{AdminHost, AnyDevice, Gate, NvmeWorld};
 
 /// Held by the test that runs.
@@ -76,5 +76,24 @@ fn a_reset_that_waits_for_a_hung_device_is_seldom_looked_at() {
     assert!((1..=100).contains(&count), "{count} sleeps within a second");
     gate.set_shut(false);
     common::until("the reset ends", || host.csts() == 0);
+    world.stop();
+}
+
+#[test]
+fn an_end_that_waits_for_a_hung_device_is_seldom_looked_at_with_a_keep_alive_timer() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let gate = Gate::shut();
+    let world = NvmeWorld::new(&AnyDevice::gated(&gate), 2, 1);
+    let mut host = AdminHost::stuck(&world, &gate);
+    assert_eq!(host.admin(Sqe::feature(admin::SET_FEATURES, feature::KEEP_ALIVE, 1000)), Some(0));
+    drop(host);
+    // The timer has expired, and from here on the interval is the longest.
+    std::thread::sleep(Duration::from_secs(2));
+    let before = sleeps();
+    std::thread::sleep(Duration::from_secs(1));
+    let count = sleeps() - before;
+    assert!((1..=100).contains(&count), "{count} sleeps within a second");
+    gate.set_shut(false);
+    common::until("the session ends", || !world.server().status().is_connected());
     world.stop();
 }

@@ -78,6 +78,11 @@ impl NvmeFunction {
         }
     }
 
+    /// Whether the end of the session waits for the device.
+    pub(super) fn is_ending(&self) -> bool {
+        self.change.as_ref().is_some_and(|pending| pending.change == FunctionChange::End)
+    }
+
     /// Begins a change of memory.
     pub(super) fn change_memory(&mut self, config: &VfioUserExport, dma: DmaSlots) -> Result<(), VfioSessionError> {
         let is_same = self.dma.is_same(&dma);

@@ -234,8 +234,12 @@ impl NvmeFunction {
         Ok(Ok(()))
     }
 
-    /// Latest time of the next [`NvmeFunction::update`].
+    /// Latest time of the next [`NvmeFunction::update`], or look at the queues that an end waits for.
     pub(crate) fn deadline(&self) -> Option<Instant> {
+        if self.is_ending() {
+            // The controller is not updated any more.
+            return self.drain_deadline();
+        }
         let after = |until_ns: u64| self.began + Duration::from_nanos(until_ns.saturating_sub(self.before_ns));
         let keep_alive = self.controller.deadline_ns().map(after);
         let idle = (self.updated - self.admin_active) / 8;
