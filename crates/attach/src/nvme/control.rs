@@ -601,8 +601,9 @@ impl<T: NvmeTransport> NvmeControl<T> {
             if self.session.is_none() {
                 deadline = Some(outage.deadline(now, gone_max));
             } else {
-                // Is it silent meanwhile?
-                deadline = Some(now + LEAVE_RETRY.min(gone_max.saturating_sub(outage.away(now)).max(PAUSE_MIN)));
+                // Is it silent meanwhile? Has it been away for too long?
+                let left = gone_max.saturating_sub(outage.away(now)).max(PAUSE_MIN);
+                deadline = Some(now + if outage.gave_up() { LEAVE_RETRY } else { LEAVE_RETRY.min(left) });
             }
         }
         if let Some(session) = &mut self.session {
