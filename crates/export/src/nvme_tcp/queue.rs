@@ -87,6 +87,8 @@ pub(crate) struct TcpQueueState {
     list: SendList,
     /// Number of the list that is being sent, and how many of its bytes the kernel has taken.
     sending: Option<(u64, usize)>,
+    /// Whether the kernel did not take all at the last attempt: once it has room, the kick is signalled.
+    is_full: bool,
     /// Whether the connection has ended, and all that was to be sent is sent.
     is_over: bool,
 }
@@ -100,7 +102,8 @@ impl TcpQueueState {
         socket.reserve();
         let kick = Epoll::new()?;
         let socket = kick.register(socket, 0, EventFlags::IN | EventFlags::OUT | EventFlags::RDHUP | EventFlags::ET)?;
-        Ok(TcpQueueState { socket, kick, queue, list: SendList::new(PIECES_MAX), sending: None, is_over: false })
+        let list = SendList::new(PIECES_MAX);
+        Ok(TcpQueueState { socket, kick, queue, list, sending: None, is_full: false, is_over: false })
     }
 
     /// The connection of a queue that has ended, and the reason.
@@ -397,7 +400,7 @@ impl TcpQueueState {
     /// Whether the next round sends answers, or reports the end of the connection. A lane may look for work twice
     /// before that round: to park the queue, and to sleep. What the first look received is not lost at the second.
     fn has_news(&self) -> bool {
-        self.sending.is_none() && (self.queue.wants_send() || self.queue.end_reason().is_some())
+        !self.is_full && (self.queue.wants_send() || self.queue.end_reason().is_some())
     }
 
     /// Whether something is to be sent.
@@ -425,8 +428,9 @@ impl TcpQueueState {
 
     /// Sends answers, as far as the kernel takes them. Returns whether it took anything.
     fn send(&mut self) -> bool {
-        let TcpQueueState { socket, queue, list, sending, .. } = self;
+        let TcpQueueState { socket, queue, list, sending, is_full, .. } = self;
         let mut is_moved = false;
+        *is_full = true;
         if socket.get().is_sending() {
             // Left of a handover.
             is_moved = socket.get_mut().flush();
@@ -438,7 +442,10 @@ impl TcpQueueState {
             if sending.is_none() {
                 *sending = queue.fill(list).map(|number| (number, 0));
             }
-            let Some((number, sent)) = sending else { return is_moved };
+            let Some((number, sent)) = sending else {
+                *is_full = socket.get().is_sending();
+                return is_moved;
+            };
             let taken = socket.get_mut().send_list(list, &queue.memory().table, *sent);
             *sent += taken;
             is_moved |= taken > 0;

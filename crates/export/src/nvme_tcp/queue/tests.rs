@@ -153,3 +153,25 @@ fn answers_of_a_slow_reader_keep_their_memory_until_sent() {
     }
     assert_eq!(state.queue.in_flight(), 0);
 }
+
+/// With TLS, the bytes that are encrypted; and those that another process has left.
+#[test]
+fn answers_behind_bytes_that_the_socket_does_not_take_are_no_news() {
+    let (mut state, region, mut host) = running();
+    let left = vec![7; 4 << 20];
+    state.socket.get_mut().restore(&[], 0, &left);
+    while state.send() {}
+    state.queue.receive(&mut &read(1)[..]);
+    execute(&mut state, &region);
+    assert!(state.has_answers() && !state.send(), "the socket took all");
+    // The lane would turn without end, and nothing could move.
+    assert!(!state.has_news());
+    state.queue.abandon(TcpEnd::Closed);
+    assert!(!state.has_news());
+    let (mut read, mut bytes) = (0, vec![0; 1 << 16]);
+    while read < left.len() {
+        read += host.read(&mut bytes).unwrap();
+        state.send();
+    }
+    assert!(state.has_news(), "the end of the queue is to be reported");
+}
