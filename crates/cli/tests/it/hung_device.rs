@@ -2,10 +2,14 @@
 
 use std::path::Path;
 use std::process::Stdio;
+use std::time::Duration;
 
+use blkyard_nvme::{Sqe, io};
 use rustix::process::Signal;
 
 use crate::common::{Daemon, Process, inspect, program, run, succeed, wait_until};
+use crate::nvme_tcp::{HOST, NQN, free_address, pattern};
+use crate::tcp_host::TcpHost;
 
 /// How often `set` is tried: each waits 10 s for the queue, which is much on any machine.
 const ROUNDS: usize = 3;
@@ -53,6 +57,47 @@ fn set_that_waits_for_a_hung_device_delays_nobody_else() {
     back_end.signal(Signal::CONT);
     drop(load);
     wait_until("the lanes can be set", || run(folder, &LANES).status.success());
+    daemon.stop();
+    drop(back_end);
+}
+
+/// Sleeps of the control thread of a daemon's exports so far.
+fn sleeps(daemon: &Daemon) -> u64 {
+    let threads = std::fs::read_dir(format!("/proc/{}/task", daemon.process.0.id())).unwrap();
+    let threads = threads.map(|thread| thread.unwrap().path());
+    let is_control = |thread: &std::path::PathBuf| std::fs::read_to_string(thread.join("comm")).unwrap() == "exports\n";
+    let status = std::fs::read_to_string(threads.filter(is_control).last().unwrap().join("status")).unwrap();
+    let sleeps = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
+    sleeps.unwrap().trim().parse().unwrap()
+}
+
+#[test]
+fn association_that_ended_is_seldom_looked_at_while_a_hung_device_has_its_commands() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let words = ["--control", "d", "--device", "ram:16M", "--export", "vhost-user-blk:b?queues=1"];
+    let back_end = Daemon::start(folder, &words);
+    let address = free_address();
+    let export = format!("nvme-tcp://{address}?nqn={NQN}");
+    let daemon = Daemon::start(folder, &["--control", "c", "--device", "vhost-user:b", "--export", &export]);
+    let mut host = TcpHost::connect(address, NQN, HOST, None, 1);
+    host.io[0].write(1, 0, &pattern(4096, 1));
+    back_end.hang();
+    host.io[0].submit(Sqe::with_blocks(io::READ, 1, 0, 8, 0), &[], 4096);
+    wait_until("the device has a command", || inspect(folder, &[]).to_string().contains("\"in_flight\":1"));
+    drop(host);
+    // From here on the interval is the longest.
+    std::thread::sleep(Duration::from_secs(2));
+    let before = sleeps(&daemon);
+    std::thread::sleep(Duration::from_secs(1));
+    let count = sleeps(&daemon) - before;
+    // Each look is two sleeps: one until it is due, one until it has ended.
+    assert!((1..=100).contains(&count), "{count} sleeps within a second");
+    back_end.signal(Signal::CONT);
+    wait_until("the device has no command", || !inspect(folder, &[]).to_string().contains("\"in_flight\":1"));
+    // The only queue of the export is free at once.
+    let mut host = TcpHost::connect(address, NQN, HOST, None, 1);
+    assert_eq!(host.io[0].read(1, 0, 4096), pattern(4096, 1));
     daemon.stop();
     drop(back_end);
 }

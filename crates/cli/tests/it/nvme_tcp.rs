@@ -18,8 +18,8 @@ use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, prlimit};
 use crate::common::{Daemon, inspect, program, run, succeed, wait_until};
 use crate::tcp_host::{TcpHost, TcpQueue, enabled};
 
-const NQN: &str = "nqn.2026-11.test:disk";
-const HOST: &str = "nqn.2026-11.test:host";
+pub const NQN: &str = "nqn.2026-11.test:disk";
+pub const HOST: &str = "nqn.2026-11.test:host";
 
 /// An address with a free port. Its loopback address belongs to this call alone: of 127.0.0.1 any other program could
 /// get the port before the daemon listens to it, or while it is restarted.

@@ -7,6 +7,7 @@
 
 mod acceptor;
 mod control_loop;
+mod drain;
 mod front_end;
 mod handover;
 mod log;
@@ -19,6 +20,7 @@ mod workers;
 
 pub use acceptor::{Accepted, Acceptor};
 pub use control_loop::{AwaitedFd, ControlLoop};
+pub(crate) use drain::drain_poll;
 pub use front_end::{ExportConfig, ExportedDisk, FrontEndSession, SessionEnd, SessionStep};
 pub use handover::{ExportState, Handed, QuiescedExport};
 pub use log::ExportLog;

@@ -49,8 +49,6 @@ const BACKLOG: i32 = 4096;
 const ACCEPTS_MAX: usize = 64;
 /// Pause after a connection could not be accepted, most likely for lack of descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-/// Interval of looks at queues that drain or flush.
-const DRAIN_POLL: Duration = Duration::from_millis(2);
 /// Tokens of the listening socket, the notes of queues, changes of ANA states, and messages of other ports. Connections
 /// have the next ones.
 const LISTENER: u64 = 0;
@@ -155,7 +153,10 @@ pub struct NvmeTcpSession {
     _mappings: Vec<DmaMapping>,
     began: Instant,
     accepts_from: Option<Instant>,
+    /// Next look at queues that drain or flush.
     drain_at: Option<Instant>,
+    /// When the latest of them began.
+    drains_since: Instant,
 }
 
 impl NvmeTcpSession {
@@ -184,6 +185,7 @@ impl NvmeTcpSession {
         let mappings = config.domains.iter().map(|domain| domain.map(vec![Arc::clone(&region)])).collect();
         let options = subsystem_options(&config.disk);
         let subsystem = FabricsSubsystem::new(options, config.disk.table());
+        let now = Instant::now();
         Ok(NvmeTcpSession {
             queues: (0..queues).map(|_| None).collect(),
             config,
@@ -204,9 +206,10 @@ impl NvmeTcpSession {
             table: Arc::new(RegionTable::new(vec![region])),
             queue_bytes,
             _mappings: mappings,
-            began: Instant::now(),
+            began: now,
             accepts_from: None,
             drain_at: None,
+            drains_since: now,
         })
     }
 
@@ -224,6 +227,11 @@ impl NvmeTcpSession {
         }
         let ready = self.set.wait(now, Some(now))?;
         let is_busy = !ready.is_empty();
+        if is_busy && self.drain_at.is_some() {
+            // A host that comes back is not refused for what has drained since the last look.
+            self.drain_at = Some(now);
+            self.drain(now)?;
+        }
         for ready in ready {
             match ready.token {
                 LISTENER => self.accept(now)?,

@@ -38,7 +38,7 @@ use super::pci::PciFunction;
 use super::queue::{NvmeQueueSetup, QueueOrders, QueueSlot, ReplyQueue};
 use super::session::VfioSessionError;
 use super::{NvmeDisk, NvmeDoorbells, TRANSFER_BYTES, VfioUserExport};
-use crate::core::{ExportLog, LaneGone, PendingFlush, Suspension};
+use crate::core::{ExportLog, LaneGone, PendingFlush, Suspension, drain_poll};
 
 /// Maximum entries of an I/O queue.
 const ENTRIES_MAX: u16 = 1024;
@@ -53,9 +53,6 @@ const ADMIN_POLL: RangeInclusive<Duration> = Duration::from_millis(1)..=Duration
 
 /// Time for which a message waits for queues to drain or to flush.
 pub(super) const DRAIN_WAIT: Duration = Duration::from_millis(20);
-/// Shortest and longest polling interval of queues that take longer. In between it is an eighth of the time since any
-/// was drained: a device that hangs can hold up all exports of a daemon at once.
-const DRAIN_POLL: RangeInclusive<Duration> = Duration::from_millis(2)..=Duration::from_millis(100);
 
 /// State of a created queue.
 enum QueueState {
@@ -719,11 +716,6 @@ fn is_order(command: &ControllerQueueCommand) -> bool {
     matches!(command, ControllerQueueCommand::Abort { .. } | ControllerQueueCommand::SetMemory(..))
 }
 
-/// Polling interval of queues that have drained for this time.
-fn drain_poll(waited: Duration) -> Duration {
-    (waited / 8).clamp(*DRAIN_POLL.start(), *DRAIN_POLL.end())
-}
-
 fn new_controller(disk: &NvmeDisk, registers: &View, dma: &DmaSlots) -> io::Result<Controller> {
     Controller::new(options(disk), registers.clone(), &dma.map(), disk.table())
 }
@@ -749,16 +741,4 @@ pub(super) fn options(disk: &NvmeDisk) -> ControllerOptions {
 
 fn bar0_bytes(controller: &Controller) -> u64 {
     (controller.register_bytes().max(DOORBELLS) as u64).next_power_of_two()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn queues_that_drain_for_long_are_polled_less_often() {
-        for (waited_ms, poll_ms) in [(0, 2), (16, 2), (80, 10), (800, 100), (30_000, 100)] {
-            assert_eq!(drain_poll(Duration::from_millis(waited_ms)), Duration::from_millis(poll_ms), "{waited_ms}");
-        }
-    }
 }

@@ -7,9 +7,8 @@ use std::time::Instant;
 use blkyard_nvme::{ControllerQueueCommand, ControllerRequest, KEEP_ALIVE_LATE_NS};
 
 use super::super::connection::{AfterAuth, ConnectionPhase, TargetConnection};
-use super::{
-    DRAIN_POLL, EndingAssociation, IoQueueState, NvmeTcpError, NvmeTcpSession, RunningFlush, ServedConnection,
-};
+use super::{EndingAssociation, IoQueueState, NvmeTcpError, NvmeTcpSession, RunningFlush, ServedConnection};
+use crate::core::drain_poll;
 
 impl NvmeTcpSession {
     /// Ends an association: no further command of it is executed.
@@ -42,7 +41,7 @@ impl NvmeTcpSession {
             }
         }
         self.hold_hosts(now);
-        self.drain_at = Some(now);
+        self.drain_from(now);
         Ok(())
     }
 
@@ -161,7 +160,7 @@ impl NvmeTcpSession {
         }
         let pending = self.config.queues[queue].begin_flush()?;
         self.flushes.push(RunningFlush { controller, number, queue, pending, has_session });
-        self.drain_at = Some(Instant::now());
+        self.drain_from(Instant::now());
         Ok(())
     }
 
@@ -202,6 +201,11 @@ impl NvmeTcpSession {
         Ok(())
     }
 
+    /// Looks for what has drained from now on: something more has begun to.
+    pub(super) fn drain_from(&mut self, now: Instant) {
+        (self.drain_at, self.drains_since) = (Some(now), now);
+    }
+
     /// Looks at queues that drain and at flushes, and ends what has drained.
     pub(super) fn drain(&mut self, now: Instant) -> Result<(), NvmeTcpError> {
         if self.drain_at.is_none_or(|at| at > now) {
@@ -218,7 +222,7 @@ impl NvmeTcpSession {
         let is_draining = self.queues.iter().flatten().any(|queue| !matches!(queue.state, IoQueueState::Running));
         self.remove_ended(now)?;
         if is_draining || !self.flushes.is_empty() || !self.ending.is_empty() {
-            self.drain_at = Some(now + DRAIN_POLL);
+            self.drain_at = Some(now + drain_poll(now.saturating_duration_since(self.drains_since)));
         }
         Ok(())
     }

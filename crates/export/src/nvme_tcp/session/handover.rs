@@ -202,7 +202,7 @@ impl NvmeTcpSession {
         for token in tokens {
             self.handle(token, now)?;
         }
-        self.drain_at = Some(now);
+        self.drain_from(now);
         Ok(())
     }
 

@@ -101,7 +101,7 @@ impl NvmeTcpSession {
         if let IoQueueState::Running = queue.state {
             queue.state = IoQueueState::Draining(self.config.queues[number].suspend()?);
         }
-        self.drain_at = Some(Instant::now());
+        self.drain_from(Instant::now());
         Ok(())
     }
 
