@@ -138,14 +138,15 @@ impl FabricsHost {
     }
 
     fn end_cross_reset(&mut self, instance: ControllerInstance, is_reset: bool) {
-        self.cross_resets.running.retain(|(known, _)| *known != instance);
+        let Some(place) = self.cross_resets.running.iter().position(|(known, _)| *known == instance) else { return };
+        self.cross_resets.running.remove(place);
         if !self.cross_resets.running.iter().any(|(_, is_logged)| *is_logged) {
             self.cross_resets.next = None;
         }
         self.events.push_back(FabricsHostEvent::OtherReset(instance, is_reset));
     }
 
-    /// The association is lost: what was asked of it has failed.
+    /// The association ends, or is lost: what was asked of it has failed.
     pub(super) fn fail_cross_resets(&mut self) {
         for (instance, _) in std::mem::take(&mut self.cross_resets).running {
             self.events.push_back(FabricsHostEvent::OtherReset(instance, false));

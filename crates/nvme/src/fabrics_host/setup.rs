@@ -528,6 +528,8 @@ impl FabricsHost {
     /// Begins the shutdown of a live controller, once its queues are told to close.
     pub(super) fn shut_down(&mut self, now_ns: u64) {
         self.close_queues();
+        // Their log is not read any more.
+        self.fail_cross_resets();
         let bits =
             ControllerConfig { enabled: true, shutdown: 1, sq_entry_shift: 6, cq_entry_shift: 4, ..Default::default() };
         let named_ns = u64::from(self.identify.shutdown_us) * 1000;

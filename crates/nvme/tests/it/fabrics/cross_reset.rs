@@ -173,6 +173,24 @@ fn a_live_association_has_another_controller_reset() {
 }
 
 #[test]
+fn disconnect_ends_the_resets_that_run() {
+    let mut rig = rig();
+    let entry =
+        CrossResetEntry { id: OTHER.id, uniquifier: OTHER.uniquifier, asked: 1, state: CrossResetState::Running };
+    rig.target.behaviour.resets.push_back((NvmeStatus::SUCCESS, 0));
+    rig.target.behaviour.reset_logs = vec![CrossResetEntry::page([entry]); 100].into();
+    assert!(rig.host.reset_other(OTHER, rig.now_ns));
+    rig.run_for(50);
+    rig.host.disconnect(rig.now_ns);
+    // The target does not answer; the log would have been read by now.
+    rig.now_ns += 1000 * MS;
+    let due_ns = rig.host.advance(rig.now_ns).unwrap();
+    assert!(due_ns > rig.now_ns, "the owner is to come again {} ns ago", rig.now_ns - due_ns);
+    rig.control();
+    assert_eq!(rig.count(|event| *event == FabricsHostEvent::OtherReset(OTHER, false)), 1);
+}
+
+#[test]
 fn a_controller_without_the_command_is_not_asked() {
     let mut rig = Rig::live(config(), 1);
     assert!(!rig.host.reset_other(OTHER, rig.now_ns));
