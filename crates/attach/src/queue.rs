@@ -17,7 +17,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use blkyard_mem::{BufferId, BufferMap, DmaDomain, DmaMapping, RegisteredBuffer};
-use blkyard_mq::{Batch, Done, Driver, RegionTable, Shortage, SignalEventfd, SignalSlot, Status, TimedOut};
+use blkyard_mq::{
+    Batch, Done, Driver, RegionTable, SIGNAL_AGAIN_NS, Shortage, SignalEventfd, SignalSlot, Status, TimedOut,
+};
 use blkyard_sys::EventFd;
 
 use crate::mailbox::{ControlSender, DeviceCommand, Opened, QueueCommand, QueueMailbox, RingEnd};
@@ -62,6 +64,8 @@ pub struct RemoteQueue<R: RemoteRing> {
     gone_max_ns: u64,
     /// A back-end continues in the ring that has not been kicked yet.
     unheard: bool,
+    /// When it is kicked again, which was impossible.
+    kick_again_ns: Option<u64>,
     control: ControlSender<DeviceCommand<R>>,
 }
 
@@ -96,6 +100,7 @@ impl<R: RemoteRing> RemoteQueue<R> {
             lost: Vec::new(),
             gone_max_ns: opened.gone_max_ns,
             unheard: false,
+            kick_again_ns: None,
             control,
         };
         if let Some(end) = opened.ring {
@@ -233,13 +238,14 @@ impl<R: RemoteRing> RemoteQueue<R> {
 
     /// Rings the back-end's eventfd, through the lane.
     #[inline]
-    fn kick<Cx: ?Sized + SignalEventfd>(&mut self, cx: &mut Cx) {
+    fn kick<Cx: ?Sized + SignalEventfd>(&mut self, cx: &mut Cx, now_ns: u64) {
         self.unheard = false;
         if let Some(kick) = &self.kick {
             if std::mem::take(&mut self.moved) {
                 cx.forget(&mut self.place);
             }
             cx.signal(&mut self.place, kick.as_fd());
+            self.kick_again_ns = self.place.is_owed.then(|| now_ns + SIGNAL_AGAIN_NS);
         }
     }
 
@@ -294,7 +300,7 @@ impl<Cx: ?Sized + SignalEventfd, R: RemoteRing> Driver<Cx> for RemoteQueue<R> {
             memory.resolve_region(segment).filter(|_| reached).map(|span| span.as_ptr() as u64)
         });
         if kick_wanted || self.unheard {
-            self.kick(cx);
+            self.kick(cx, batch.now_ns());
         }
     }
 
@@ -311,14 +317,18 @@ impl<Cx: ?Sized + SignalEventfd, R: RemoteRing> Driver<Cx> for RemoteQueue<R> {
         if self.mailbox.has_mail() {
             self.read_mail(Some(done), now_ns);
         }
-        if self.unheard {
-            self.kick(cx);
+        if self.unheard || self.kick_again_ns.is_some_and(|again_ns| now_ns >= again_ns) {
+            self.kick(cx, now_ns);
         }
     }
 
     #[inline]
     fn wants_poll(&self) -> bool {
-        self.mailbox.has_mail()
+        self.mailbox.has_mail() || self.kick_again_ns.is_some()
+    }
+
+    fn deadline_ns(&self) -> Option<u64> {
+        self.kick_again_ns
     }
 
     /// A request at a back-end stays there until its session ends. The session is given up now.

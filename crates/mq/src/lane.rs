@@ -67,10 +67,10 @@ impl Wake for LaneWaker {
 /// arranged that a plain write would block; these calls never block.
 pub trait SignalEventfd {
     /// Signals an eventfd. A slot belongs to the caller, is numbered at its first use, and signals the eventfd that it
-    /// was first used with until it is forgotten.
+    /// was first used with until it is forgotten. It may be impossible for the moment: see [`SignalSlot::is_owed`].
     fn signal(&mut self, place: &mut SignalSlot, eventfd: BorrowedFd<'_>);
 
-    /// The eventfd of this slot is about to be another.
+    /// The eventfd of this slot is about to be another. What is owed stays so.
     fn forget(&mut self, place: &mut SignalSlot);
 
     /// Stops polling an eventfd of a poller, which another lane will read from now on: a lane that reads an eventfd
@@ -80,7 +80,17 @@ pub trait SignalEventfd {
 
 /// Identifies an eventfd that a poller signals.
 #[derive(Debug, Default)]
-pub struct SignalSlot(pub Option<u32>);
+pub struct SignalSlot {
+    /// Given by the lane.
+    pub number: Option<u32>,
+    /// Whether the last signal was not sent, for lack of descriptors. Its caller signals again within
+    /// [`SIGNAL_AGAIN_NS`]: the next cause for a signal may be long in coming, as while the other end waits for this
+    /// one.
+    pub is_owed: bool,
+}
+
+/// Pause before a signal that was not sent is tried again, ns.
+pub const SIGNAL_AGAIN_NS: u64 = 100_000_000;
 
 /// Signals nothing: for lanes in models.
 impl SignalEventfd for () {

@@ -48,7 +48,7 @@ pub use fence::{FenceEvidence, Fenced, PathGeneration, TakenBio, UnfencedBio};
 pub use hedge::{EndedHedge, HedgeDriver};
 pub use hw::{FlushSnapshot, HwQueue, HwQueueConfig, HwSnapshot, Merging, NamespaceSnapshot, RequestSnapshot};
 pub use idle::{CpuUse, IdlePolicy};
-pub use lane::{Idle, Lane, LaneWaker, Poller, PollerState, SignalEventfd, SignalSlot, Slot, Wake};
+pub use lane::{Idle, Lane, LaneWaker, Poller, PollerState, SIGNAL_AGAIN_NS, SignalEventfd, SignalSlot, Slot, Wake};
 pub use latency::{LatencyWindow, TrackerConfig};
 pub use limits::{BioSplit, Cursor, LimitsError, QueueLimits};
 pub use log_limit::{HeldBack, LogLimit};

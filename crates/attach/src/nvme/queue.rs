@@ -7,7 +7,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
 use blkyard_mem::{BufferId, DmaDomain, DmaMapping, RegisteredBuffer};
-use blkyard_mq::{Batch, Done, Driver, RegionTable, Shortage, SignalEventfd, SignalSlot, TimedOut};
+use blkyard_mq::{Batch, Done, Driver, RegionTable, SIGNAL_AGAIN_NS, Shortage, SignalEventfd, SignalSlot, TimedOut};
 use blkyard_nvme::IoQueueCommand;
 use blkyard_sys::EventFd;
 
@@ -43,6 +43,8 @@ pub struct NamespaceQueue {
     wake: Arc<EventFd>,
     /// Of the listener to the doorbells.
     place: SignalSlot,
+    /// When it is told again, which was impossible.
+    ring_again_ns: Option<u64>,
     control: ControlSender<NvmeCommand>,
 }
 
@@ -68,6 +70,7 @@ impl NamespaceQueue {
             polled_ns: 0,
             wake: Arc::clone(wake),
             place: SignalSlot::default(),
+            ring_again_ns: None,
             control,
         }
     }
@@ -137,13 +140,16 @@ impl NamespaceQueue {
     /// Tells the listener that a doorbell was written.
     #[inline]
     fn ring<Cx: ?Sized + SignalEventfd>(&mut self, cx: &mut Cx) {
+        let was_owed = std::mem::take(&mut self.place.is_owed);
         match self.running.as_ref().map(|running| &running.listener) {
             Some(DoorbellListener::Controller(eventfd)) => cx.signal(&mut self.place, eventfd.as_fd()),
-            Some(DoorbellListener::Control) if self.mailbox.post_doorbell() => {
+            Some(DoorbellListener::Control) if self.mailbox.post_doorbell() || was_owed => {
                 cx.signal(&mut self.place, self.wake.as_fd());
             }
             _ => {}
         }
+        // Both callers have set the time.
+        self.ring_again_ns = self.place.is_owed.then(|| self.polled_ns + SIGNAL_AGAIN_NS);
     }
 }
 
@@ -176,14 +182,16 @@ impl<Cx: ?Sized + SignalEventfd> Driver<Cx> for NamespaceQueue {
         if let Some(report) = running.queue.take_report() {
             self.control.send(NvmeCommand::Report(self.number, running.session, report));
         }
-        if rang {
+        if rang || self.ring_again_ns.is_some_and(|again_ns| now_ns >= again_ns) {
             self.ring(cx);
         }
     }
 
     #[inline]
     fn wants_poll(&self) -> bool {
-        self.mailbox.has_mail() || self.running.as_ref().is_some_and(|running| running.queue.wants_poll())
+        self.mailbox.has_mail()
+            || self.ring_again_ns.is_some()
+            || self.running.as_ref().is_some_and(|running| running.queue.wants_poll())
     }
 
     /// Reports the command. Only the control thread aborts it, or resets the controller.
@@ -237,7 +245,7 @@ impl<Cx: ?Sized + SignalEventfd> Driver<Cx> for NamespaceQueue {
         let RunningQueue { queue, has_interrupt, .. } = self.running.as_ref()?;
         let is_waiting = !has_interrupt && !self.mailbox.is_polled && queue.pair().in_flight() > 0;
         let poll_ns = is_waiting.then(|| self.polled_ns.saturating_add(POLL_NS));
-        [queue.deadline_ns(), poll_ns].into_iter().flatten().min()
+        [queue.deadline_ns(), poll_ns, self.ring_again_ns].into_iter().flatten().min()
     }
 }
 

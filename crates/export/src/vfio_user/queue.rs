@@ -181,6 +181,10 @@ impl QueueSession for NvmeQueueSession {
         self.kick = None;
     }
 
+    fn call_again<Cx: ?Sized + SignalEventfd>(&mut self, signals: &mut QueueSignals<'_, Cx>) {
+        self.call(signals);
+    }
+
     fn set_call<Cx: ?Sized + SignalEventfd>(&mut self, call: Option<Arc<EventFd>>, signals: &mut QueueSignals<'_, Cx>) {
         signals.forget_call();
         self.call = call;

@@ -60,7 +60,7 @@ impl EventfdSignals {
     /// Index of a slot, assigned at its first use.
     #[inline]
     fn number(&mut self, place: &mut SignalSlot) -> u32 {
-        *place.0.get_or_insert_with(|| self.give())
+        *place.number.get_or_insert_with(|| self.give())
     }
 
     #[cold]
@@ -80,8 +80,9 @@ impl SignalEventfd for Ring {
     fn signal(&mut self, place: &mut SignalSlot, eventfd: BorrowedFd<'_>) {
         let index = self.signals.number(place);
         let submitted = self.pushed - self.uring.submission().len() as u64;
-        let place = &mut self.signals.places[index as usize];
-        let Some(signaller) = place.signaller_for(eventfd) else { return };
+        let signaller = self.signals.places[index as usize].signaller_for(eventfd);
+        place.is_owed = signaller.is_none();
+        let Some(signaller) = signaller else { return };
         if signaller.entry > submitted {
             return; // A message that is not sent yet is this signal as well.
         }
@@ -95,7 +96,7 @@ impl SignalEventfd for Ring {
     }
 
     fn forget(&mut self, place: &mut SignalSlot) {
-        let Some(index) = place.0.take() else { return };
+        let Some(index) = place.number.take() else { return };
         let old = std::mem::take(&mut self.signals.places[index as usize]);
         self.signals.view.count_signals(-1);
         self.signals.parting.extend(old.signaller);
@@ -127,9 +128,9 @@ impl SignalState {
     fn make_signaller(&mut self, eventfd: BorrowedFd<'_>) {
         match Signaller::new(eventfd) {
             Ok(signaller) => self.signaller = Some(signaller),
-            // It is tried again for the next signal.
+            // The caller tries again.
             Err(error) if !std::mem::replace(&mut self.reported, true) => {
-                tracing::error!(%error, "no ring can be made for an eventfd, so it is not signalled; raise the limit on open files");
+                tracing::error!(%error, "no ring can be made for an eventfd, so it is signalled later; raise the limit on open files");
             }
             Err(_) => {}
         }

@@ -389,13 +389,13 @@ fn a_slot_whose_eventfd_was_replaced_signals_the_new_one_only() {
     rustix::io::read(&first, &mut [0; 8]).unwrap();
     ring.forget(&mut place);
     ring.forget(&mut place);
-    assert!(ring.view().holdings() == Holdings::default() && place.0.is_none());
+    assert!(ring.view().holdings() == Holdings::default() && place.number.is_none());
     for _ in 0..3 {
         ring.signal(&mut place, second.as_fd());
         assert!(is_quiet(&first) && !is_quiet(&second));
         rustix::io::read(&second, &mut [0; 8]).unwrap();
     }
-    assert_eq!((place.0, ring.view().strays()), (Some(0), 0));
+    assert_eq!((place.number, ring.view().strays()), (Some(0), 0));
 }
 
 #[test]

@@ -324,6 +324,26 @@ impl<S: QueueSession> ClientQueue<S> {
         Ok(())
     }
 
+    /// Whether the client is to be signalled again, which was impossible.
+    #[inline]
+    pub(super) fn owes_signals(&self) -> bool {
+        (self.signal.is_owed && self.session.is_some()) || self.aside_signal.is_owed
+    }
+
+    #[cold]
+    pub(super) fn signal_again<Cx: ?Sized + SignalEventfd>(&mut self, cx: &mut Cx) {
+        if std::mem::take(&mut self.signal.is_owed)
+            && let Some(session) = &mut self.session
+        {
+            session.call_again(&mut QueueSignals { cx, slot: &mut self.signal });
+        }
+        if std::mem::take(&mut self.aside_signal.is_owed)
+            && let Some(aside) = &self.aside
+        {
+            cx.signal(&mut self.aside_signal, aside.as_fd());
+        }
+    }
+
     /// Once drained: releases the ring and reports its position.
     #[cold]
     fn rest<Cx: ?Sized + SignalEventfd, D: Driver<Cx>>(
@@ -454,12 +474,12 @@ impl<S: QueueSession> ClientQueue<S> {
     pub(super) fn leave<Cx: ?Sized + SignalEventfd>(&mut self, cx: &mut Cx) {
         // A pending call goes to an eventfd that is already signalled.
         cx.forget(&mut self.signal);
-        self.forget_aside(cx);
+        cx.forget(&mut self.aside_signal);
     }
 
     fn forget_aside<Cx: ?Sized + SignalEventfd>(&mut self, cx: &mut Cx) {
         cx.forget(&mut self.aside_signal);
-        self.aside = None;
+        (self.aside, self.aside_signal.is_owed) = (None, false);
     }
 
     /// Requests a kick from the client. Returns whether work is already available. `waits` says that it waits for

@@ -29,7 +29,7 @@ use std::ops::RangeInclusive;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
-use blkyard_mq::{Driver, Poller, PollerState, SignalEventfd, Wake};
+use blkyard_mq::{Driver, Poller, PollerState, SIGNAL_AGAIN_NS, SignalEventfd, Wake};
 
 use self::bios::member_of;
 use self::client::ClientQueue;
@@ -66,6 +66,8 @@ pub struct QueuePoller<D, S: QueueSession> {
     now_ns: u64,
     /// Time at which the first held member fetches again; `u64::MAX` if none is held.
     held_until_ns: u64,
+    /// Time at which clients are signalled again, if that was impossible.
+    again_ns: Option<u64>,
     /// Time of the last round with work.
     busy_ns: u64,
 }
@@ -101,6 +103,7 @@ impl<D, S: QueueSession> QueuePoller<D, S> {
             first: 0,
             now_ns: 0,
             held_until_ns: u64::MAX,
+            again_ns: None,
             busy_ns: 0,
         };
         queue.members_changed();
@@ -159,6 +162,16 @@ impl<D, S: QueueSession> QueuePoller<D, S> {
     fn end_holds(&mut self) {
         self.members.iter_mut().for_each(|member| member.end_hold(self.now_ns));
         self.held_until_ns = self.members.iter().filter_map(ClientQueue::held_until_ns).min().unwrap_or(u64::MAX);
+    }
+
+    /// Signals clients that could not be signalled once it is time, and then as long as it remains impossible.
+    #[cold]
+    fn signal_again<Cx: ?Sized + SignalEventfd>(&mut self, cx: &mut Cx) {
+        if self.again_ns.take_if(|again_ns| self.now_ns >= *again_ns).is_some() {
+            self.members.iter_mut().for_each(|member| member.signal_again(cx));
+        }
+        let owes = self.members.iter().any(ClientQueue::owes_signals);
+        self.again_ns = owes.then(|| self.again_ns.unwrap_or(self.now_ns + SIGNAL_AGAIN_NS));
     }
 }
 
@@ -302,6 +315,9 @@ impl<Cx: ?Sized + SignalEventfd, D: Driver<Cx>, S: QueueSession> Poller<Cx> for 
         if state == PollerState::Busy {
             self.busy_ns = now_ns;
         }
+        if self.again_ns.is_some() || self.members.iter().any(ClientQueue::owes_signals) {
+            self.signal_again(cx);
+        }
         if had_mail || self.hw.is_in_hurry() { state.max(self.end_slow_round(had_mail, cx)) } else { state }
     }
 
@@ -337,7 +353,7 @@ impl<Cx: ?Sized + SignalEventfd, D: Driver<Cx>, S: QueueSession> Poller<Cx> for 
             poll_time_ns(self.now_ns, (idle_ns / 8).clamp(*POLL_NS.start(), *POLL_NS.end()))
         });
         let held = Some(self.held_until_ns).filter(|until_ns| *until_ns < u64::MAX);
-        [self.hw.deadline_ns::<Cx>(), poll, held].into_iter().flatten().min()
+        [self.hw.deadline_ns::<Cx>(), poll, held, self.again_ns].into_iter().flatten().min()
     }
 
     fn served(&self) -> u64 {

@@ -65,6 +65,10 @@ pub trait QueueSession: Sized + Send + 'static {
     /// Nothing is fetched for this time, ns: the device may still execute requests of the process before this one.
     fn held(&self, _silence_ns: u64) {}
 
+    /// Calls the client again: the lane could not send a call for lack of descriptors. By default a client is never
+    /// called.
+    fn call_again<Cx: ?Sized + SignalEventfd>(&mut self, _signals: &mut QueueSignals<'_, Cx>) {}
+
     /// Replaces the call eventfd.
     fn set_call<Cx: ?Sized + SignalEventfd>(&mut self, call: Option<Arc<EventFd>>, signals: &mut QueueSignals<'_, Cx>);
 
@@ -178,10 +182,13 @@ impl<Cx: ?Sized + SignalEventfd> QueueSignals<'_, Cx> {
     }
 
     /// Signals an eventfd other than the client's call. A pending call goes to an eventfd that is already signalled.
+    /// Without descriptors this signal is lost.
     #[cold]
     pub fn signal_once(&mut self, eventfd: &EventFd) {
+        let owes_call = self.slot.is_owed;
         self.cx.forget(self.slot);
         self.cx.signal(self.slot, eventfd.as_fd());
         self.cx.forget(self.slot);
+        self.slot.is_owed = owes_call;
     }
 }
