@@ -315,9 +315,10 @@ impl TcpControl {
                 self.has_failed = true;
                 self.set_connection(ConnectionState::Dead);
                 self.note_loss(error.to_string());
-                tracing::error!("{}: {error}: given up, all I/O fails; open the device again", self.config.name);
+                tracing::error!("{}: {error}: given up, all I/O fails; open the device again, as a takeover does", self.config.name);
             }
-            FabricsHostEvent::Over => self.is_over = true,
+            // A disk that is given up stays, and fails all I/O.
+            FabricsHostEvent::Over => self.is_over = self.end_ns.is_some(),
             FabricsHostEvent::AnaChanged => self.look_at_access(),
             FabricsHostEvent::OtherReset(instance, is_reset) => self.peer_was_reset(instance, is_reset),
             FabricsHostEvent::Fenced(association, evidence) => self.fenced(association, evidence, now_ns),

@@ -1,4 +1,5 @@
-//! A device that hangs beside others, in a daemon as a user starts it: whoever does not use it notices nothing.
+//! A device that hangs, or is lost, beside others, in a daemon as a user starts it: whoever does not use it notices
+//! nothing.
 
 use std::path::Path;
 use std::process::Stdio;
@@ -100,4 +101,27 @@ fn association_that_ended_is_seldom_looked_at_while_a_hung_device_has_its_comman
     assert_eq!(host.io[0].read(1, 0, 4096), pattern(4096, 1));
     daemon.stop();
     drop(back_end);
+}
+
+#[test]
+fn daemon_serves_its_other_disks_when_a_remote_one_is_given_up() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let address = free_address();
+    let export = format!("nvme-tcp://{address}?nqn={NQN}");
+    let target = Daemon::start(folder, &["--control", "d", "--device", "ram:16M", "--export", &export]);
+    let remote = format!("nvme-tcp://{address}/{NQN}?ctrl_loss_s=1");
+    let remote = ["--device", &remote, "--export", "vhost-user-blk:s"];
+    let other = ["--device", "ram:16M", "--export", "vhost-user-blk:t"];
+    let daemon = Daemon::start(folder, &[&["--control", "c"], &remote[..], &other].concat());
+    let read = |socket: &'static str| ["bench", socket, "--rw", "randread", "--runtime", "100ms"];
+    succeed(folder, &read("vhost-user:s"));
+    target.stop();
+    // Its I/O waits until then.
+    for _ in 0..2 {
+        let lost = run(folder, &read("vhost-user:s"));
+        assert!(!lost.status.success(), "a disk without a target can be read");
+        succeed(folder, &read("vhost-user:t"));
+    }
+    daemon.stop();
 }

@@ -263,6 +263,12 @@ fn io_fails_after_ctrl_loss() {
     user.drain();
     assert!(!user.ended[0].status.is_ok(), "{:?}", user.ended[0].status);
     assert!(!disk.view().is_connected && disk.view().last_loss.is_some());
+    // Also that of a queue that is opened later: the disk has not ended.
+    drop(user);
+    let mut user = self::user(&disk, QueueKind::Default);
+    user.submit(Op::Read, 0, 0);
+    user.drain();
+    assert!(!user.ended[0].status.is_ok() && !disk.is_finished(), "{:?}", user.ended[0].status);
 }
 
 #[test]
