@@ -9,15 +9,24 @@ use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
+use std::time::Duration;
 
 use blkyard_mem::{GatherPiece, RegionTable, send_gathered};
 use blkyard_nvme::tcp::{SendList, SendPiece};
 use blkyard_tls::{RECORD_BYTES, TlsChannel, TlsError};
+use rustix::net::sockopt;
 
 /// Bytes received at once, at most: 16 commands with 4 KiB each.
 const RECEIVE_BYTES: usize = 64 << 10;
 /// Bytes to be sent of an admin queue that are collected, at most, apart from a list: further answers wait.
 const SEND_BYTES: usize = 256 << 10;
+
+/// A peer that is silent for this long is asked by TCP whether it is still there, and again at each interval. Without
+/// an answer to any of so many questions the connection is broken: a host need not have a keep-alive timer, and one
+/// that has lost its power says nothing.
+const ASKED_AFTER: Duration = Duration::from_mins(1);
+const ASKED_AGAIN: Duration = Duration::from_secs(10);
+const ASKED_TIMES: u32 = 6;
 
 /// Result of a receive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,13 +67,17 @@ struct SocketTls {
 }
 
 impl BufferedSocket {
-    /// A socket, made non-blocking and without delay of short segments.
+    /// A socket, made non-blocking, without delay of short segments, and broken two minutes after its peer is gone.
     ///
     /// # Errors
     /// The socket is gone.
     pub(crate) fn new(stream: TcpStream) -> io::Result<BufferedSocket> {
         stream.set_nonblocking(true)?;
         stream.set_nodelay(true)?;
+        sockopt::set_socket_keepalive(&stream, true)?;
+        sockopt::set_tcp_keepidle(&stream, ASKED_AFTER)?;
+        sockopt::set_tcp_keepintvl(&stream, ASKED_AGAIN)?;
+        sockopt::set_tcp_keepcnt(&stream, ASKED_TIMES)?;
         let (input, output) = (Vec::new(), Vec::new());
         Ok(BufferedSocket { stream, input, unread: 0..0, dropped: 0, output, sent: 0, is_broken: false, tls: None })
     }
