@@ -60,6 +60,14 @@ fn sleeps() -> u64 {
     counts.sum()
 }
 
+fn assert_looks_are_few() {
+    let before = sleeps();
+    std::thread::sleep(Duration::from_secs(1));
+    let count = sleeps() - before;
+    // Each look is two sleeps: one until it is due, one until it has ended.
+    assert!((1..=100).contains(&count), "{count} sleeps within a second");
+}
+
 #[test]
 fn a_reset_that_waits_for_a_hung_device_is_seldom_looked_at() {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
@@ -69,11 +77,7 @@ fn a_reset_that_waits_for_a_hung_device_is_seldom_looked_at() {
     host.write(0x14, &[0, 0, 0x46, 0]);
     // From here on the interval is the longest.
     std::thread::sleep(Duration::from_secs(1));
-    let before = sleeps();
-    std::thread::sleep(Duration::from_secs(1));
-    let count = sleeps() - before;
-    // Each look is two sleeps: one until it is due, one until it has ended.
-    assert!((1..=100).contains(&count), "{count} sleeps within a second");
+    assert_looks_are_few();
     gate.set_shut(false);
     common::until("the reset ends", || host.csts() == 0);
     world.stop();
@@ -89,10 +93,7 @@ fn an_end_that_waits_for_a_hung_device_is_seldom_looked_at_with_a_keep_alive_tim
     drop(host);
     // The timer has expired, and from here on the interval is the longest.
     std::thread::sleep(Duration::from_secs(2));
-    let before = sleeps();
-    std::thread::sleep(Duration::from_secs(1));
-    let count = sleeps() - before;
-    assert!((1..=100).contains(&count), "{count} sleeps within a second");
+    assert_looks_are_few();
     gate.set_shut(false);
     common::until("the session ends", || !world.server().status().is_connected());
     world.stop();
