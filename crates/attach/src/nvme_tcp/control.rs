@@ -315,7 +315,8 @@ impl TcpControl {
                 self.has_failed = true;
                 self.set_connection(ConnectionState::Dead);
                 self.note_loss(error.to_string());
-                tracing::error!("{}: {error}: given up, all I/O fails; open the device again, as a takeover does", self.config.name);
+                let cure = "open the device again, as a takeover does";
+                tracing::error!("{}: {error}: given up, all I/O fails; {cure}", self.config.name);
             }
             // A disk that is given up stays, and fails all I/O.
             FabricsHostEvent::Over => self.is_over = self.end_ns.is_some(),
