@@ -4,7 +4,7 @@ use std::io::Write;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::path::Path;
 use std::sync::atomic::{AtomicU8, Ordering::Relaxed};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use blkyard_nvme::fabrics::{ANY_CONTROLLER, DISCOVERY_NQN, fabrics_status};
 use blkyard_nvme::registers::{CSTS, ControllerConfig};
@@ -348,6 +348,28 @@ fn reset_and_shutdown_end_the_io_queues() {
     host.admin.set_config(ControllerConfig { shutdown: 1, ..enabled() });
     wait_until("the controller is shut down", || host.admin.property(CSTS) & 0xc == 8);
     assert_eq!(queue.next(), None);
+    daemon.stop();
+}
+
+/// Disables the write cache, which is flushed for that, and does not wait.
+fn disable_write_cache(admin: &mut TcpQueue) {
+    admin.submit(Sqe::feature(admin::SET_FEATURES, feature::WRITE_CACHE, 0), &[], 0);
+}
+
+#[test]
+fn a_disabled_write_cache_has_no_write_that_was_in_flight() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let latency = Duration::from_secs(1);
+    let (daemon, address) = serve(folder, &["ram:16M?cache=writeback&latency_us=1000000"], "", &[]);
+    let mut host = TcpHost::connect(address, NQN, HOST, None, 2);
+    let begin = Instant::now();
+    host.io[1].submit(Sqe::with_blocks(io::WRITE, 1, 0, 8, 0), &pattern(4096, 1), 0);
+    wait_until("the device has the write", || inspect(folder, &[]).to_string().contains("\"in_flight\":1"));
+    disable_write_cache(&mut host.admin);
+    assert!(matches!(host.admin.next(), Some((Pdu::CapsuleResp(cqe), _)) if Cqe(cqe).status().is_success()));
+    assert!(begin.elapsed() >= 2 * latency, "the flush began before the write had ended: {:?}", begin.elapsed());
+    drop(host);
     daemon.stop();
 }
 

@@ -115,7 +115,7 @@ struct EndingAssociation {
     is_told: bool,
 }
 
-/// A flush that a controller waits for.
+/// A flush that a controller waits for, or one of several.
 struct RunningFlush {
     controller: u16,
     number: u64,
@@ -123,6 +123,8 @@ struct RunningFlush {
     pending: PendingFlush,
     /// Whether a session without a connection runs for it.
     has_session: bool,
+    /// Whether another one of them has failed.
+    has_failed: bool,
 }
 
 /// The control path of an export.

@@ -26,7 +26,7 @@ use vhost::vhost_user::message::{
 };
 use vhost::vhost_user::{Backend as FrontEndChannel, Error, Result, VhostUserBackendReqHandlerMut};
 
-use crate::core::{Changed, ExportLog};
+use crate::core::{Changed, ExportLog, PendingFlush};
 use crate::vhost_user::advice;
 use crate::vhost_user::channel::BackendChannel;
 use crate::vhost_user::handover::SessionState;
@@ -211,13 +211,17 @@ impl Backend {
         self.write_back.store(write_back, Ordering::Release);
     }
 
-    /// Makes completed writes durable: a driver in write-through mode sends no more flushes.
+    /// Makes durable what was fetched before: a driver in write-through mode sends no more flushes. Each ring flushes
+    /// what it had in flight.
     fn flush(&self) -> Result<()> {
-        let Some(index) = self.vrings.iter().position(|vring| vring.running) else { return Ok(()) };
-        match self.config.queues[index].flush() {
-            Ok(true) => Ok(()),
-            Ok(false) => Err(self.refuse("write-through mode", "earlier writes cannot be made durable")),
-            Err(_) => Err(Error::BackendInternalError),
+        let running = self.vrings.iter().zip(&self.config.queues).filter(|(vring, _)| vring.running);
+        let flushes = running.map(|(_, queue)| queue.begin_flush()).collect::<std::result::Result<Vec<_>, _>>();
+        let results = flushes.and_then(|flushes| flushes.into_iter().map(PendingFlush::wait).collect());
+        let results: Vec<bool> = results.map_err(|_| Error::BackendInternalError)?;
+        if results.into_iter().all(|is_durable| is_durable) {
+            Ok(())
+        } else {
+            Err(self.refuse("write-through mode", "earlier writes cannot be made durable"))
         }
     }
 

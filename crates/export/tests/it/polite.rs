@@ -70,6 +70,39 @@ fn the_cache_mode_decides_whether_writes_are_durable_at_once() {
 }
 
 #[test]
+fn writes_in_flight_are_flushed_when_the_cache_becomes_write_through() {
+    let gate = Gate::open();
+    let world = World::gated(&gate);
+    let ram = Ram::new(4 << 20);
+    let mut front = Front::connect(&world.exports[0]);
+    front.share(&[&ram]).unwrap();
+    let [first, mut second] = [0, 1].map(|index| {
+        let vq = Vq::new(&ram, index);
+        front.start(index as usize, &vq);
+        vq
+    });
+    gate.set_shut(true);
+    gate.forget();
+    second.put(0, kind::OUT, 8, Data::Out(&[1; 512]));
+    second.publish();
+    until("the write is in flight", || gate.held() == 1);
+    let ask = std::thread::spawn(move || {
+        front.set_wce(false);
+        front
+    });
+    // Time for a flush that does not wait for it.
+    std::thread::sleep(Duration::from_millis(300));
+    gate.set_shut(false);
+    let front = ask.join().unwrap();
+    let seen = gate.seen();
+    let ended = seen.iter().position(|seen| matches!(seen, Seen::Ended(Op::Write, 8))).unwrap();
+    let flushed = seen.iter().rposition(|seen| matches!(seen, Seen::Taken(Op::Flush, ..))).unwrap();
+    assert!(ended < flushed, "it ended after the last flush began: {seen:?}");
+    drop((front, first, second));
+    world.stop();
+}
+
+#[test]
 fn the_cache_mode_changes_while_as_much_is_in_flight_as_there_is_room_for() {
     // Four requests at a time of 5 us each, in turns of 1 us, with twice as many always available.
     let mut hand = Hand::of(5_000, HwQueueConfig { bios_max: 4, ..HwQueueConfig::default() });

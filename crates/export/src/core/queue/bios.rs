@@ -49,6 +49,8 @@ pub(super) struct BioPool<T> {
     pending: Box<[Option<T>]>,
     /// Maximum bios in the hardware queue.
     out_max: usize,
+    /// By request number: whether a flush of the control path waits for the bio.
+    is_awaited: Box<[bool]>,
 }
 
 impl<T> BioPool<T> {
@@ -61,7 +63,8 @@ impl<T> BioPool<T> {
             bio
         };
         let (free, pending) = ((0..bios).map(bio).collect(), (0..bios).map(|_| None).collect());
-        BioPool { member, free, pending, out_max: usize::MAX }
+        let is_awaited = vec![false; bios].into();
+        BioPool { member, free, pending, out_max: usize::MAX, is_awaited }
     }
 
     #[inline(always)]
@@ -117,9 +120,27 @@ impl<T> BioPool<T> {
     pub(super) fn out(&self) -> usize {
         self.pending.len() - self.free.len()
     }
+
+    /// Marks the bios in the hardware queue as awaited. Returns how many were not.
+    #[cold]
+    fn await_all(&mut self) -> usize {
+        let new =
+            self.pending.iter().zip(&mut self.is_awaited).filter(|(bio, is_awaited)| bio.is_some() && !**is_awaited);
+        new.map(|(_, is_awaited)| *is_awaited = true).count()
+    }
+
+    /// Takes the mark of a returned bio.
+    #[cold]
+    fn take_awaited(&mut self, bio: &Bio) -> bool {
+        std::mem::take(&mut self.is_awaited[request_of(bio.cookie) as usize])
+    }
 }
 
 /// Flushes requested by the control path, one at a time: of one device after another.
+///
+/// A flush begins once all bios have returned that were in the hardware queue when it was requested: a write among them
+/// may end after a flush that began earlier, and that would not cover it. Nor does a flush in flight cover what ended
+/// since it began, so a later request waits for the next one.
 pub(super) struct Flushing {
     /// `None` while it is in flight.
     bio: Option<Box<Bio>>,
@@ -128,7 +149,12 @@ pub(super) struct Flushing {
     devices: u16,
     /// Result of the devices before it.
     status: Status,
+    /// Requests for the next flush.
     asked: Vec<Sender<bool>>,
+    /// Requests for the flush that has begun.
+    riding: Vec<Sender<bool>>,
+    /// Bios that have to return before the next flush.
+    awaited: usize,
 }
 
 impl Flushing {
@@ -137,24 +163,51 @@ impl Flushing {
         bio.op = Op::Flush;
         bio.cookie = cookie(member, FLUSH);
         bio.submitter = member as u16;
-        Flushing { bio: Some(bio), device: 0, devices: devices as u16, status: Status::Ok, asked: Vec::new() }
+        Flushing {
+            bio: Some(bio),
+            device: 0,
+            devices: devices as u16,
+            status: Status::Ok,
+            asked: Vec::new(),
+            riding: Vec::new(),
+            awaited: 0,
+        }
     }
 
-    /// Requests a flush of all completed writes; the channel receives whether it succeeded.
-    pub(super) fn ask(&mut self, answer: Sender<bool>) {
+    /// Requests a flush of all that was fetched before; the channel receives whether it succeeded.
+    pub(super) fn ask<T>(&mut self, bios: &mut BioPool<T>, answer: Sender<bool>) {
         self.asked.push(answer);
+        self.awaited += bios.await_all();
+    }
+
+    /// A bio of a request has returned.
+    #[inline(always)]
+    pub(super) fn returned<T>(&mut self, bios: &mut BioPool<T>, bio: &Bio) {
+        if self.awaited > 0 {
+            self.awaited -= usize::from(bios.take_awaited(bio));
+        }
     }
 
     /// Submits a flush if one is requested and the queue has room.
     #[inline]
     pub(super) fn submit<D>(&mut self, hw: &mut HwQueueSet<D>) {
-        if !self.asked.is_empty()
-            && hw.room() > 0
-            && let Some(mut bio) = self.bio.take()
-        {
-            bio.namespace = self.device;
-            hw.submit(bio);
+        if !self.is_at_hand() && hw.room() > 0 {
+            self.submit_next(hw);
         }
+    }
+
+    #[cold]
+    fn submit_next<D>(&mut self, hw: &mut HwQueueSet<D>) {
+        let is_first = self.device == 0;
+        if is_first && self.awaited > 0 {
+            return;
+        }
+        let Some(mut bio) = self.bio.take() else { return };
+        if is_first {
+            std::mem::swap(&mut self.asked, &mut self.riding);
+        }
+        bio.namespace = self.device;
+        hw.submit(bio);
     }
 
     #[cold]
@@ -166,11 +219,11 @@ impl Flushing {
             self.status = status;
         } else {
             (self.device, self.status) = (0, Status::Ok);
-            self.answer(status.is_ok());
+            self.riding.drain(..).for_each(|answer| _ = answer.send(status.is_ok()));
         }
     }
 
-    /// Answers all pending flush requests.
+    /// Answers all pending flush requests of a queue without a session.
     #[inline]
     pub(super) fn answer(&mut self, is_durable: bool) {
         for answer in self.asked.drain(..) {
@@ -178,10 +231,10 @@ impl Flushing {
         }
     }
 
-    /// Whether the flush bio is free and no device is left to flush.
+    /// Whether no flush is requested or in flight.
     #[inline]
     pub(super) fn is_at_hand(&self) -> bool {
-        self.bio.is_some() && self.device == 0
+        self.asked.is_empty() && self.bio.is_some() && self.device == 0
     }
 
     /// The flush bio; `None` while it is in flight.

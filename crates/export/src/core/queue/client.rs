@@ -217,7 +217,7 @@ impl<S: QueueSession> ClientQueue<S> {
                 let _ = answer.send(started);
             }
             ClientCommand::Suspend(answer) => self.suspending.push(answer),
-            ClientCommand::Flush(answer) => self.flushing.ask(answer),
+            ClientCommand::Flush(answer) => self.flushing.ask(&mut self.bios, answer),
             ClientCommand::Call(call, answer) => {
                 if let Some(session) = &mut self.session {
                     session.set_call(call, &mut QueueSignals { cx, slot: &mut self.signal });
@@ -405,6 +405,7 @@ impl<S: QueueSession> ClientQueue<S> {
             Some(session) => {
                 let pending = self.bios.pending_of(&bio);
                 session.end(&bio, pending);
+                self.flushing.returned(&mut self.bios, &bio);
                 self.bios.put_back(bio);
             }
             None => unreachable!("a queue rests once its bios are back"),

@@ -286,7 +286,15 @@ impl<B> Suspension<B> {
 pub struct PendingFlush(Receiver<bool>);
 
 impl PendingFlush {
-    /// Waits until completed writes are durable, or until this time. Returns the result, once.
+    /// Waits until the writes are durable; true on success.
+    ///
+    /// # Errors
+    /// The lane has ended.
+    pub fn wait(self) -> Result<bool, LaneGone> {
+        self.0.recv().map_err(|_| LaneGone)
+    }
+
+    /// Waits until the writes are durable, or until this time. Returns the result, once.
     ///
     /// # Errors
     /// The lane has ended.
@@ -385,7 +393,7 @@ impl<S: QueueSession> QueueRemote<S> {
         Ok(Suspension(wait))
     }
 
-    /// Makes all completed writes of all queues durable; true on success.
+    /// Makes durable what this queue has fetched before, and what has completed on others; true on success.
     ///
     /// # Errors
     /// Its lane has ended.

@@ -138,30 +138,47 @@ impl NvmeTcpSession {
         Ok(())
     }
 
-    /// Starts a flush of all devices, by any queue.
+    /// Starts a flush of all devices, after what the controller's queues have in flight: a write among that may have
+    /// begun without FUA.
     pub(super) fn flush(&mut self, controller: u16, number: u64) -> Result<(), NvmeTcpError> {
-        let runs = |queue: &Option<ServedConnection>| {
-            queue.as_ref().is_some_and(|queue| matches!(queue.state, IoQueueState::Running))
+        let may_write =
+            |queue: &ServedConnection| queue.controller == controller && !matches!(queue.state, IoQueueState::Stopped);
+        let places = 0..self.queues.len();
+        let mut queues: Vec<_> = places.filter(|place| self.queues[*place].as_ref().is_some_and(may_write)).collect();
+        let runs = |place: &usize| {
+            self.queues[*place].as_ref().is_some_and(|queue| matches!(queue.state, IoQueueState::Running))
         };
-        let running = self.queues.iter().position(runs);
-        let is_free =
-            |place: &usize| self.queues[*place].is_none() && self.flushes.iter().all(|flush| flush.queue != *place);
-        let free = (0..self.queues.len()).find(is_free);
-        let Some(queue) = running.or(free) else {
-            // All queues drain, which takes as long as their devices: later flushes find one.
-            self.report_flush(controller, number, false);
-            return Ok(());
-        };
-        let has_session = running.is_none();
-        if has_session && let Err(why) = self.config.queues[queue].run(self.setup(queue, None))? {
-            self.log.warn(format_args!("the devices cannot be flushed: {why}"));
-            self.report_flush(controller, number, false);
-            return Ok(());
+        let mut has_session = false;
+        // One that drains has no session once it has, and then it flushes nothing.
+        if !queues.iter().any(runs) {
+            let running = (0..self.queues.len()).find(runs);
+            has_session = running.is_none();
+            let Some(queue) = running.or_else(|| self.free_place()) else {
+                // All queues drain, which takes as long as their devices: later flushes find one.
+                self.report_flush(controller, number, false);
+                return Ok(());
+            };
+            if has_session && let Err(why) = self.config.queues[queue].run(self.setup(queue, None))? {
+                self.log.warn(format_args!("the devices cannot be flushed: {why}"));
+                self.report_flush(controller, number, false);
+                return Ok(());
+            }
+            queues.push(queue);
         }
-        let pending = self.config.queues[queue].begin_flush()?;
-        self.flushes.push(RunningFlush { controller, number, queue, pending, has_session });
+        let last = queues.last().copied();
+        for queue in queues {
+            let pending = self.config.queues[queue].begin_flush()?;
+            let has_session = has_session && Some(queue) == last;
+            self.flushes.push(RunningFlush { controller, number, queue, pending, has_session, has_failed: false });
+        }
         self.drain_from(Instant::now());
         Ok(())
+    }
+
+    /// A client queue without a connection, and without a session that flushes.
+    pub(super) fn free_place(&self) -> Option<usize> {
+        let flushes = |place| self.flushes.iter().any(|flush| flush.has_session && flush.queue == place);
+        (0..self.queues.len()).find(|place| self.queues[*place].is_none() && !flushes(*place))
     }
 
     pub(super) fn report_flush(&mut self, controller: u16, number: u64, is_durable: bool) {
@@ -176,10 +193,17 @@ impl NvmeTcpSession {
     /// Waits until then for a flush.
     pub(super) fn finish_flush(&mut self, place: usize, until: Option<Instant>) -> Result<(), NvmeTcpError> {
         let Some(is_durable) = self.flushes[place].pending.wait_until(until)? else { return Ok(()) };
-        let RunningFlush { controller, number, queue, has_session, .. } = self.flushes.swap_remove(place);
+        let RunningFlush { controller, number, queue, has_session, has_failed, .. } = self.flushes.swap_remove(place);
         if has_session {
             // It has no request: this ends at once.
             self.config.queues[queue].suspend()?.wait()?;
+        }
+        let is_durable = is_durable && !has_failed;
+        let is_its = |flush: &&mut RunningFlush| (flush.controller, flush.number) == (controller, number);
+        if let Some(other) = self.flushes.iter_mut().find(is_its) {
+            // It reports for both.
+            other.has_failed |= !is_durable;
+            return Ok(());
         }
         self.report_flush(controller, number, is_durable);
         self.advance(controller, Instant::now())

@@ -1,8 +1,9 @@
 //! Members of a hardware queue, round by round, with a clock controlled by the test.
 
 use std::sync::Arc;
+use std::time::Instant;
 
-use blkyard_export::{DetachedQueue, QueuePoller, QueueRemote, QueueShare, queue_pair};
+use blkyard_export::{DetachedQueue, PendingFlush, QueuePoller, QueueRemote, QueueShare, queue_pair};
 use blkyard_mq::{BlockDevice, HwQueue, HwQueueConfig, Poller, PollerState, RamQueue, RateConfig, RateLimit};
 
 use super::mini::{MiniOp, MiniQueueSession, MiniRequest, MiniRing};
@@ -207,4 +208,40 @@ fn refusals_and_merges_are_counted_with_their_member() {
     members.turns(5);
     assert_eq!([0, 1].map(|queue| counted(&members, queue)), [(1, 1), (3, 2)], "the first has left");
     drop(detached);
+}
+
+/// Times at which flushes end that are requested 0, 50 ms and so on after a write that takes 100 ms, ms after that.
+fn ends_of_flushes(count: u64) -> Vec<u64> {
+    let mut members = Members::new(100 * MS, &[]);
+    let begin_ns = members.now_ns;
+    members.rings[0].offer(MiniRequest { id: 0, op: MiniOp::Write, sector: 0, slot: 0 });
+    members.turn();
+    let (mut pending, mut ends) = (Vec::new(), Vec::new());
+    while pending.len() + ends.len() < count as usize || !pending.is_empty() {
+        members.turn();
+        let now_ms = (members.now_ns - begin_ns) / MS;
+        let asked = (pending.len() + ends.len()) as u64;
+        if asked < count && now_ms >= asked * 50 {
+            pending.push(members.remotes[0].begin_flush().unwrap());
+        }
+        let is_over = |flush: &mut PendingFlush| flush.wait_until(Some(Instant::now())).unwrap() == Some(true);
+        ends.extend(pending.extract_if(.., is_over).map(|_| now_ms));
+    }
+    let remotes = std::mem::take(&mut members.remotes);
+    members.end(&remotes);
+    ends
+}
+
+#[test]
+fn flush_begins_after_what_was_in_flight_when_it_was_requested() {
+    let ends = ends_of_flushes(1);
+    assert!(ends[0] >= 200, "the write may be in the cache that was flushed: {ends:?}");
+}
+
+#[test]
+fn flush_in_flight_answers_no_later_request() {
+    let ends = ends_of_flushes(4);
+    // The first one begins at 100 ms, for the requests of 0, 50 and 100 ms; the next one for that of 150 ms.
+    assert!(ends[3] >= 300, "it was in flight when the last was requested: {ends:?}");
+    assert!(ends[3] < 320, "one more is enough: {ends:?}");
 }
