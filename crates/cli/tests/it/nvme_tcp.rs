@@ -374,6 +374,26 @@ fn a_disabled_write_cache_has_no_write_that_was_in_flight() {
 }
 
 #[test]
+fn an_io_queue_connects_while_the_device_is_flushed() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let words = ["ram:16M?cache=writeback&latency_us=2000000"];
+    let (daemon, address) = serve(folder, &words, "&queues=2", &[]);
+    let mut admin = TcpQueue::initialized(address);
+    let controller = admin.connect(NQN, HOST, 0, ANY_CONTROLLER, 0).result as u16;
+    admin.set_config(enabled());
+    assert_eq!(admin.property(CSTS), 1);
+    disable_write_cache(&mut admin);
+    wait_until("the device is flushed", || inspect(folder, &[]).to_string().contains("\"in_flight\":1"));
+    let mut queue = TcpQueue::initialized(address);
+    assert!(queue.connect(NQN, HOST, 1, controller, 0).status.is_success());
+    assert!(matches!(admin.next(), Some((Pdu::CapsuleResp(cqe), _)) if Cqe(cqe).status().is_success()));
+    queue.write(1, 0, &pattern(4096, 1));
+    drop((admin, queue));
+    daemon.stop();
+}
+
+#[test]
 fn growth_is_announced_to_the_host() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();

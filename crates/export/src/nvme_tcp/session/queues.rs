@@ -22,7 +22,7 @@ impl NvmeTcpSession {
         is_answered: bool,
     ) {
         let qid = connected.qid;
-        let Some(number) = self.queues.iter().position(Option::is_none) else {
+        let Some(number) = self.free_place() else {
             self.disconnect(id, qid);
             if is_answered {
                 self.connections.remove(&token);
