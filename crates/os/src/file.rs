@@ -18,6 +18,7 @@ mod passthrough;
 mod place;
 mod queue;
 mod size;
+mod syncs;
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -31,6 +32,7 @@ use blkyard_mq::{BlockDevice, DeviceInfo};
 
 pub use error::OpenError;
 pub use queue::FileQueue;
+use syncs::Syncs;
 
 /// Locks an open block device against other programs, for as long as it is open.
 ///
@@ -174,6 +176,8 @@ struct SharedFile {
     /// A sync has failed. The kernel reports that once for each description, and the lost writes stay lost, so no flush
     /// succeeds from then on.
     sync_failed: AtomicBool,
+    /// Syncs in flight, of a file whose writes the page cache may still have when they complete.
+    syncs: Option<Syncs>,
     /// Source of zeroes where the file has no operation for them. Never written, so it takes no memory.
     zeroes: Arc<Region>,
 }

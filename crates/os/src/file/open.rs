@@ -21,7 +21,7 @@ use super::holder::living_holder;
 use super::lock::{Locked, lock};
 use super::passthrough;
 use super::place::{BOUNCES, ZEROES_BYTES};
-use super::{Direct, FileConfig, FileCounters, FileDevice, Mode, OpenError, SharedFile};
+use super::{Direct, FileConfig, FileCounters, FileDevice, Mode, OpenError, SharedFile, Syncs};
 
 /// Largest logical block: the limit of virtio and its guests with pages of the usual size.
 const BLOCK_BYTES_MAX: u32 = 4096;
@@ -142,6 +142,7 @@ impl FileDevice {
             no_trim: AtomicBool::new(false),
             no_punch: AtomicBool::new(false),
             sync_failed: false.into(),
+            syncs: matches!(mode, Mode::Buffered { .. }).then(Syncs::default),
             no_zero_range: AtomicBool::new(false),
             zeroes: Region::anonymous(ZEROES_BYTES).map_err(system("no memory for its buffers"))?,
             file: Arc::new(file),

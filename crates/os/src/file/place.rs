@@ -17,6 +17,7 @@ use io_uring::types::{Fd, FsyncFlags};
 use io_uring::{opcode, squeue};
 
 use super::SharedFile;
+use super::syncs::SyncPlace;
 
 /// Bounce buffers of one queue: firmware and old guests use unaligned memory, with few requests at a time.
 pub(super) const BOUNCES: usize = 16;
@@ -80,6 +81,8 @@ pub(super) struct FileSlot {
     retries: u16,
     /// Bounce buffer used instead of the request's own memory.
     pub(super) bounce: Option<u16>,
+    /// Where it is counted as a sync in flight.
+    pub(super) sync: Option<SyncPlace>,
 }
 
 /// Next step after a completion from the kernel.
@@ -104,6 +107,7 @@ impl FileSlot {
             data,
             retries: 0,
             bounce: self.bounce,
+            sync: None,
         };
         self.step = match request.op() {
             op if (self.durable || op == Op::Flush) && shared.sync_failed.load(Relaxed) => {
@@ -123,6 +127,12 @@ impl FileSlot {
     /// Whether the request reads into memory.
     pub(super) fn is_read(&self) -> bool {
         self.step == FileStep::Read
+    }
+
+    /// Whether the request makes data durable: its own, or all.
+    #[inline]
+    pub(super) fn is_sync(&self) -> bool {
+        self.durable || self.step == FileStep::Sync
     }
 
     /// Bytes of the request.
@@ -352,6 +362,7 @@ mod tests {
             no_punch: false.into(),
             no_zero_range: false.into(),
             sync_failed: false.into(),
+            syncs: None,
             zeroes: blkyard_mem::Region::anonymous(ZEROES_BYTES).unwrap(),
         }
     }

@@ -15,10 +15,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use blkyard_mem::{BufferId, BufferMap, Region, RegionTable, RegisteredBuffer, Span};
-use blkyard_mq::{Batch, Cids, Done, Driver, ErrorCode, Op, Request, Segment, Segments, Shortage, Status};
+use blkyard_mq::{Batch, Cid, Cids, Done, Driver, ErrorCode, Op, Request, Segment, Segments, Shortage, Status};
 
 use super::SharedFile;
 use super::place::{BOUNCES, Data, FileSlot, Next};
+use super::syncs::SyncWait;
 use crate::ring::{Attachment, FileHolder, InboxId, Ring};
 
 /// One hardware queue of a file.
@@ -38,7 +39,15 @@ pub struct FileQueue {
     vectors: ManuallyDrop<Box<[libc::iovec]>>,
     bounces: ManuallyDrop<Bounces>,
     in_flight: usize,
+    /// Syncs that the kernel has answered with success, and that wait for others.
+    answered: Vec<(Cid, SyncWait)>,
+    /// When they were last looked at.
+    looked_ns: u64,
 }
+
+/// Interval of the looks at syncs that wait for others, ns: those of other queues do not wake this one. An answer is
+/// rarely later than another by as much.
+const SYNC_LOOK_NS: u64 = 100_000;
 
 /// A registered buffer, as the kernel knows it.
 #[derive(Clone, Copy, Debug, Default)]
@@ -69,6 +78,8 @@ impl FileQueue {
             vectors: ManuallyDrop::new(vectors),
             bounces: ManuallyDrop::new(bounces),
             in_flight: 0,
+            answered: Vec::with_capacity(if shared.syncs.is_some() { depth } else { 0 }),
+            looked_ns: 0,
             shared,
         }
     }
@@ -189,6 +200,56 @@ impl FileQueue {
     }
 }
 
+impl FileQueue {
+    /// The kernel has answered the last operation of a request, which is a sync no more. Returns whether its success
+    /// waits for other syncs.
+    #[inline]
+    fn end_sync(&mut self, index: usize, cid: Cid, status: Status) -> bool {
+        let Some(place) = self.places[index].sync.take() else { return false };
+        let Some(syncs) = &self.shared.syncs else { return false };
+        syncs.end(place);
+        let mut wait = SyncWait::default();
+        if !status.is_ok() || syncs.have_ended(&mut wait) {
+            return false;
+        }
+        self.answered.push((cid, wait));
+        true
+    }
+
+    /// Ends the syncs that have waited for others, as far as those have ended.
+    #[cold]
+    fn look_at_answered(&mut self, memory: &RegionTable, done: &mut Done<'_>, now_ns: u64) {
+        self.looked_ns = now_ns;
+        let mut at = 0;
+        while let Some((cid, wait)) = self.answered.get_mut(at) {
+            let cid = *cid;
+            if !self.shared.syncs.as_ref().is_none_or(|syncs| syncs.have_ended(wait)) {
+                at += 1;
+                continue;
+            }
+            self.answered.swap_remove(at);
+            if let Ok(index) = self.cids.look(cid) {
+                self.finish(memory, done, cid, index, Status::Ok);
+            }
+        }
+    }
+
+    /// Completes a request. A sync has failed if another one has that was in flight beside it.
+    #[inline]
+    fn finish(&mut self, memory: &RegionTable, done: &mut Done<'_>, cid: Cid, index: usize, status: Status) {
+        if self.places[index].bounce.is_some() {
+            done.spend(self.places[index].bytes());
+        }
+        let is_lost = self.places[index].is_sync() && self.shared.sync_failed.load(Relaxed);
+        let status = status.and(if is_lost { Status::Io } else { Status::Ok });
+        let (_, segments) = done.request_at(index);
+        let status = self.settle(memory, index, segments, status);
+        let Ok(tag) = self.cids.redeem(cid) else { return };
+        self.in_flight -= 1;
+        done.complete(tag, status);
+    }
+}
+
 /// Calls `each` with the spans of a request and their offsets. `None` if one of them is not in mapped memory.
 fn copy(memory: &RegionTable, segments: Segments<'_>, mut each: impl FnMut(usize, Span<'_>)) -> Option<()> {
     let mut at = 0;
@@ -237,6 +298,11 @@ impl Driver<Ring> for FileQueue {
                 batch.complete(tag, status);
                 continue;
             }
+            if let Some(syncs) = &self.shared.syncs
+                && self.places[index].is_sync()
+            {
+                self.places[index].sync = Some(syncs.begin());
+            }
             let max = usize::from(self.shared.segments_max);
             let vectors = self.vectors[index * max..].as_ptr();
             let entry = self.places[index].entry(vectors, &self.shared);
@@ -248,7 +314,7 @@ impl Driver<Ring> for FileQueue {
     }
 
     #[inline]
-    fn poll(&mut self, ring: &mut Ring, memory: &RegionTable, done: &mut Done<'_>, _now_ns: u64) {
+    fn poll(&mut self, ring: &mut Ring, memory: &RegionTable, done: &mut Done<'_>, now_ns: u64) {
         let Some(inbox) = self.inbox else { return };
         while !done.is_spent()
             && let Some(completion) = ring.take(inbox)
@@ -261,17 +327,13 @@ impl Driver<Ring> for FileQueue {
             let vectors = &mut self.vectors[index * max..(index + 1) * max];
             match self.places[index].answer(completion.result, vectors, &self.shared) {
                 Next::Over(status) => {
-                    if self.places[index].bounce.is_some() {
-                        done.spend(self.places[index].bytes());
+                    if self.end_sync(index, completion.cid, status) {
+                        continue;
                     }
-                    let (_, segments) = done.request_at(index);
-                    let status = self.settle(memory, index, segments, status);
                     if !status.is_ok() && completion.result < 0 {
                         done.note_code(index, ErrorCode::Errno(-completion.result));
                     }
-                    let Ok(tag) = self.cids.redeem(completion.cid) else { continue };
-                    self.in_flight -= 1;
-                    done.complete(tag, status);
+                    self.finish(memory, done, completion.cid, index, status);
                 }
                 Next::Ask => {
                     done.spend(self.places[index].bytes_asked());
@@ -282,6 +344,14 @@ impl Driver<Ring> for FileQueue {
                 }
             }
         }
+        if !self.answered.is_empty() {
+            self.look_at_answered(memory, done, now_ns);
+        }
+    }
+
+    #[inline]
+    fn deadline_ns(&self) -> Option<u64> {
+        (!self.answered.is_empty()).then_some(self.looked_ns + SYNC_LOOK_NS)
     }
 
     fn set_memory(&mut self, ring: &mut Ring, memory: &RegionTable) {
@@ -334,6 +404,9 @@ impl Driver<Ring> for FileQueue {
 impl Drop for FileQueue {
     fn drop(&mut self) {
         if self.in_flight > 0 {
+            // Those of other queues do not wait for it.
+            let syncs = self.places.iter_mut().filter_map(|slot| slot.sync.take());
+            syncs.for_each(|place| self.shared.syncs.iter().for_each(|all| all.end(place)));
             // Only during a panic's unwinding. The kernel may still use all this, and the zeroes of the device; the
             // ring keeps the file open as long as it lives, for entries not submitted.
             std::mem::forget(Arc::clone(&self.shared.zeroes));
