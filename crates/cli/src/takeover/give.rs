@@ -18,7 +18,7 @@ use super::handover::{
 };
 use super::wire::{receive, send};
 use crate::control::{ControlRequest, answer_line, parse_request};
-use crate::daemon::{ClientSessionState, Daemon, ServedExport};
+use crate::daemon::{ClientSessionState, ClientWatch, Daemon, ServedExport};
 
 /// Time limit for exports to respond. No export is quiesced meanwhile.
 const HEAR_TIME: Duration = Duration::from_secs(5);
@@ -64,6 +64,7 @@ fn try_give(daemon: &Daemon, control: &BoundSocket, client: &UnixStream) -> Resu
         served.device.can_be_handed_over().map_err(|error| error.to_string())?;
     }
     all_hear(daemon)?;
+    none_hangs(daemon)?;
     let (lanes, policy) = (daemon.lanes.count() as u64, daemon.lanes.idle_policy());
     let spin_us = (policy != IdlePolicy::default()).then_some(policy.spin_ns / 1000);
     let begin = Instant::now();
@@ -116,6 +117,18 @@ fn all_hear(daemon: &Daemon) -> Result<(), String> {
         })?;
     }
     Ok(())
+}
+
+/// Checks that no device hangs: its export would not drain, and all others would rest until the time for that is over.
+fn none_hangs(daemon: &Daemon) -> Result<(), String> {
+    let is_slow = |queue: &ClientWatch| queue.stats().iter().any(|stats| stats.snapshot().slow_now > 0);
+    let slow = daemon.exports.iter().find(|export| export.queues().iter().any(is_slow));
+    slow.map_or(Ok(()), |export| {
+        Err(format!(
+            "{export}: its device has not answered requests for seconds, so no export was paused; see blkyard inspect, \
+             and end its front-end or wait for the device"
+        ))
+    })
 }
 
 fn pack(

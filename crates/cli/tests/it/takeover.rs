@@ -360,6 +360,33 @@ fn an_export_that_drains_blocks_a_takeover_before_any_pause() {
 }
 
 #[test]
+fn a_device_that_hangs_blocks_a_takeover_before_any_pause() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let served =
+        ["--device", "null:64M?latency_us=10000000&mbps=1", "--export", "vhost-user-blk:s", "--device", "null:16M"];
+    let other = ["--export", "vhost-user-blk:t", "--control", "c", "--lanes", "1"];
+    let daemon = Daemon::start(folder, &[served, other].concat());
+    let words = ["bench", "vhost-user:s", "--rw", "read", "--bs", "1M", "--size", "64M", "--iodepth", "60"];
+    let front_end = Process::spawn(program(folder, &words).stdout(Stdio::null()).stderr(Stdio::null()));
+    wait_until("the device is slow", || {
+        let tree = inspect(folder, &["export:0"]);
+        let queues = tree["exports"][0]["queues"].as_array().unwrap();
+        queues.iter().any(|queue| queue["counters"]["slow_now"].as_u64() > Some(0))
+    });
+    let begin = Instant::now();
+    let refused = run(folder, &["serve", "--takeover", "c"]);
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(!refused.status.success(), "{said}");
+    assert!(begin.elapsed() < Duration::from_secs(10), "all exports were paused: {:?}, {said}", begin.elapsed());
+    for word in ["vhost-user-blk:s: its device", "no export was paused", "blkyard inspect"] {
+        assert!(said.contains(word), "'{word}' is missing in: {said}");
+    }
+    succeed(folder, &["bench", "vhost-user:t", "--rw", "randread", "--size", "1M"]);
+    drop((front_end, daemon));
+}
+
+#[test]
 fn a_takeover_that_is_not_possible_is_refused_with_a_cure() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
