@@ -272,10 +272,10 @@ impl FileSlot {
     fn loses_more_than_itself(&self, errno: i32, shared: &SharedFile) -> bool {
         match (self.step, errno) {
             (FileStep::Sync, _) => true,
-            // Unmapped memory or a full file system: detected before any write. Without direct I/O space may be lacking
-            // later, for writes accepted long before.
+            // Unmapped memory or a full file system: detected before any write. Through the page cache space may be
+            // lacking later, for writes accepted long before.
             (FileStep::Write | FileStep::Zeroes, libc::EFAULT) => false,
-            (FileStep::Write | FileStep::Zeroes, libc::ENOSPC | libc::EDQUOT) if shared.offset_mask != 0 => false,
+            (FileStep::Write | FileStep::Zeroes, libc::ENOSPC | libc::EDQUOT) if shared.syncs.is_none() => false,
             (FileStep::Write | FileStep::Zeroes, _) => self.durable,
             // These make no data durable: a sync follows them.
             _ => false,
@@ -340,6 +340,7 @@ fn skip(vectors: &mut [libc::iovec], first: &mut u16, count: &mut u16, mut bytes
 
 #[cfg(test)]
 mod tests {
+    use super::super::Syncs;
     use super::*;
 
     fn vector(address: usize, len: usize) -> libc::iovec {
@@ -422,7 +423,8 @@ mod tests {
 
     #[test]
     fn what_fails_before_it_is_written_fails_no_flush_of_others() {
-        let direct = shared(511);
+        // The second is on a file system in memory, which writes nothing back.
+        let (direct, in_memory) = (shared(511), shared(0));
         for (step, errno) in [
             (FileStep::Write, libc::EFAULT),
             (FileStep::Write, libc::ENOSPC),
@@ -433,15 +435,19 @@ mod tests {
             (FileStep::Discard, libc::EIO),
             (FileStep::Trim, libc::EINVAL),
         ] {
-            let mut place = FileSlot { durable: true, ..place(step, 4096, Data::None) };
-            assert!(matches!(place.answer(-errno, &mut [], &direct), Next::Over(_)), "{step:?} {errno}");
-            assert!(!direct.sync_failed.load(Relaxed), "{step:?} {errno}");
+            for shared in [&direct, &in_memory] {
+                let mut place = FileSlot { durable: true, ..place(step, 4096, Data::None) };
+                assert!(matches!(place.answer(-errno, &mut [], shared), Next::Over(_)), "{step:?} {errno}");
+                assert!(!shared.sync_failed.load(Relaxed), "{step:?} {errno}");
+            }
         }
         // Through the page cache ENOSPC may be of a much earlier write.
-        for (step, errno, offset_mask) in
-            [(FileStep::Write, libc::ENOSPC, 0), (FileStep::Write, libc::EIO, 511), (FileStep::Zeroes, libc::EIO, 511)]
-        {
-            let shared = shared(offset_mask);
+        let cached = || SharedFile { syncs: Some(Syncs::default()), ..shared(0) };
+        for (step, errno, shared) in [
+            (FileStep::Write, libc::ENOSPC, cached()),
+            (FileStep::Write, libc::EIO, shared(511)),
+            (FileStep::Zeroes, libc::EIO, shared(511)),
+        ] {
             let mut place = FileSlot { durable: true, ..place(step, 4096, Data::None) };
             assert!(matches!(place.answer(-errno, &mut [], &shared), Next::Over(_)));
             assert!(shared.sync_failed.load(Relaxed), "{step:?} {errno}");
