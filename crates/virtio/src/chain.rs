@@ -634,7 +634,7 @@ impl Chain {
     #[cold]
     #[inline(never)]
     fn walk_odd<S: DescriptorSource>(&mut self, memory: &GuestMemory, mut steps: S) -> (WalkEnd, S) {
-        loop {
+        while self.fault.is_none() {
             self.take(memory, steps.desc());
             let stop = match steps.step() {
                 Ok(()) => self.walk_plain(memory, memory.range(self.hints.last), &mut steps),
@@ -643,6 +643,23 @@ impl Chain {
             if !matches!(stop, WalkEnd::Odd) {
                 return (stop, steps);
             }
+        }
+        (self.walk_faulty(memory, &mut steps), steps)
+    }
+
+    /// Continues the walk after a fault. Only the last buffer is translated: the status byte may be in it. A table may
+    /// have thousands of others.
+    fn walk_faulty(&mut self, memory: &GuestMemory, steps: &mut impl DescriptorSource) -> WalkEnd {
+        loop {
+            let desc = steps.desc();
+            if desc.is(Desc::INDIRECT) {
+                return WalkEnd::Indirect(desc);
+            }
+            if let Err(stop) = steps.step() {
+                self.take(memory, desc);
+                return stop;
+            }
+            self.count(desc);
         }
     }
 
@@ -712,15 +729,16 @@ impl Chain {
             self.fault = self.fault.or(Some(ChainFault::ReadableAfterWritable));
         }
         tally.ends_writable = writable;
-        let (list, len, bytes) = if writable {
-            (&mut self.writable, &mut tally.writable, &mut tally.writable_bytes)
-        } else {
-            (&mut self.readable, &mut tally.readable, &mut tally.readable_bytes)
-        };
-        *bytes += u64::from(desc.len);
+        self.count(desc);
         if desc.len == 0 {
             return self.spoil(ChainFault::ZeroLength);
         }
+        let tally = &mut self.tally;
+        let (list, len) = if writable {
+            (&mut self.writable, &mut tally.writable)
+        } else {
+            (&mut self.readable, &mut tally.readable)
+        };
         if self.fault.is_some() {
             *len = 0;
         }
@@ -736,6 +754,12 @@ impl Chain {
                 self.note(ChainFault::TooManySegments);
             }
         }
+    }
+
+    /// Counts the bytes of a buffer.
+    fn count(&mut self, desc: Desc) {
+        let WalkTotals { readable_bytes, writable_bytes, .. } = &mut self.tally;
+        *(if desc.is(Desc::WRITE) { writable_bytes } else { readable_bytes }) += u64::from(desc.len);
     }
 
     /// Records a fault; an earlier one is kept.

@@ -17,7 +17,7 @@ use blkyard_mem::{Region, RegionTable};
 use blkyard_mq::{Bio, Segment, SignalEventfd};
 use blkyard_sys::EventFd;
 use blkyard_virtio::{
-    Chain, ChainHead, DeviceRing, Features, GuestMemory, Inflight, ParseContext, Parsed, Refusals, RingBase,
+    Chain, ChainHead, DeviceRing, Features, GuestMemory, Inflight, ParseContext, Parsed, Refusal, Refusals, RingBase,
     RingLayout, SerialId, VirtioStatus, parse, status_of, write_status, written,
 };
 
@@ -306,6 +306,10 @@ impl QueueSession for VirtqueueSession {
                         None => self.ring.complete(head, 0),
                     }
                     feed.put_back(bio);
+                    if matches!(reason, Refusal::Chain(_)) {
+                        // It may have had thousands of descriptors: others on the lane get their turn.
+                        break;
+                    }
                 }
             }
         }

@@ -1,6 +1,8 @@
 //! A guest that asks for as much as it may, and its neighbour on the same lane: turn by turn, without a clock.
 
 use blkyard_mq::{DeviceInfo, HwQueueConfig};
+use blkyard_virtio::INDIRECT_BYTES_MAX;
+use blkyard_virtio::driver_model::Descriptor;
 
 use crate::common::{Data, Hand, disk_info, kind, range};
 
@@ -59,4 +61,36 @@ fn a_neighbour_gets_its_turns_while_gigabytes_are_cleared() {
         let between = ios_between(op, Data::Out(&range(0, BIG_BYTES >> 9, 0)));
         assert!(between.iter().all(|ios| *ios >= 7), "{between:?}");
     }
+}
+
+#[test]
+fn a_turn_walks_one_chain_of_too_many_descriptors() {
+    const TABLE: u64 = 2 << 20;
+    // While the device has a request, nothing else bounds the chains of a turn.
+    let mut hand = Hand::new(1_000_000_000);
+    let (front, mut vq) = hand.connect_with(4 << 20);
+    vq.put(0, kind::IN, 0, Data::In(512));
+    vq.publish();
+    hand.turn();
+    let rows = INDIRECT_BYTES_MAX / 16;
+    let data = vq.ram.guest_addr + (3 << 20);
+    for row in 1..=rows {
+        let flags = if row < rows { Descriptor::NEXT } else { 0 };
+        let descriptor = Descriptor { addr: data, len: 512, flags, next: row as u16 };
+        vq.ram.write(TABLE + u64::from(row - 1) * 16, &descriptor.to_bytes());
+    }
+    let chains = 3..vq.size;
+    for head in chains.clone() {
+        let addr = vq.ram.guest_addr + TABLE;
+        vq.descriptor(head, Descriptor { addr, len: INDIRECT_BYTES_MAX, flags: Descriptor::INDIRECT, next: 0 });
+        vq.offer(head);
+    }
+    vq.publish();
+    for refused in 1..=chains.len() as u64 {
+        hand.turn();
+        assert_eq!(hand.refused(), refused, "a neighbour waits for more than one walk");
+    }
+    assert_eq!(std::iter::from_fn(|| vq.poll()).count(), chains.len());
+    drop(front);
+    hand.stop();
 }
