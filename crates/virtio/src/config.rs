@@ -11,6 +11,9 @@ use crate::Features;
 /// so a driver that knows more fields finds them absent.
 pub const CONFIG_BYTES: u32 = 256;
 
+/// Place of the cache mode in the configuration space.
+pub const CACHE_MODE_AT: u32 = field::WCE as u32;
+
 /// Where the fields are. [5.2.4]
 pub(crate) mod field {
     pub(crate) const CAPACITY: usize = 0;

@@ -35,7 +35,7 @@ pub use blk::{
     written,
 };
 pub use chain::{Chain, ChainFault, INDIRECT_BYTES_MAX};
-pub use config::{BlkConfig, CONFIG_BYTES};
+pub use config::{BlkConfig, CACHE_MODE_AT, CONFIG_BYTES};
 pub use counters::{Refusals, Violations};
 pub use dirty::{DirtyLog, LOG_PAGE_BYTES};
 pub use features::Features;

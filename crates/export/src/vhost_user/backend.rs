@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use blkyard_mem::DmaMapping;
 use blkyard_mq::DeviceInfo;
 use blkyard_sys::EventFd;
-use blkyard_virtio::{DirtyLog, Features, RingBase};
+use blkyard_virtio::{CACHE_MODE_AT, DirtyLog, Features, RingBase};
 use vhost::vhost_user::GpuBackend;
 use vhost::vhost_user::message::{
     VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags, VhostUserInflight, VhostUserLog,
@@ -78,6 +78,8 @@ pub(crate) struct Backend {
     protocol_ever: u64,
     /// Whether writes may need a flush; undefined before negotiation.
     write_back: Arc<AtomicBool>,
+    /// The front-end has read or chosen the cache mode in this session. Otherwise its guest has that of an earlier one.
+    knows_cache_mode: bool,
     connection: Arc<UnixStream>,
     /// Log of the export, for all lines except debug lines.
     lines: Arc<ExportLog>,
@@ -103,6 +105,7 @@ impl Backend {
             protocol: None,
             protocol_ever: 0,
             write_back: Arc::default(),
+            knows_cache_mode: false,
             connection,
             channel: None,
             lane_gone: false,
@@ -209,6 +212,11 @@ impl Backend {
         let wce = self.config.disk.wce();
         let write_back = if self.features.contains(Features::CONFIG_WCE) { wce } else { flush };
         self.write_back.store(write_back, Ordering::Release);
+    }
+
+    /// Notes the cache mode for the next daemon, if the front-end keeps memory for that.
+    fn note_cache_mode(&self) {
+        self.records.iter().for_each(|records| records.note_write_back(self.config.disk.wce()));
     }
 
     /// Makes durable what was fetched before: a driver in write-through mode sends no more flushes. Each ring flushes
@@ -412,6 +420,7 @@ impl VhostUserBackendReqHandlerMut for Backend {
     }
 
     fn get_config(&mut self, offset: u32, size: u32, _flags: VhostUserConfigFlags) -> Result<Vec<u8>> {
+        self.knows_cache_mode |= (offset..offset.saturating_add(size)).contains(&CACHE_MODE_AT);
         self.config.disk.read(offset, size).ok_or_else(|| {
             // The session continues after this message, so a warning would let the front-end fill the log.
             tracing::debug!("{}: {size} bytes at {offset} of the configuration are not there", self.config.name);
@@ -429,6 +438,8 @@ impl VhostUserBackendReqHandlerMut for Backend {
         if was && !self.write_back.load(Ordering::Relaxed) {
             self.flush()?;
         }
+        self.knows_cache_mode = true;
+        self.note_cache_mode();
         Ok(())
     }
 
@@ -453,7 +464,7 @@ impl VhostUserBackendReqHandlerMut for Backend {
             );
             return Err(self.refuse("the in-flight memory", why));
         }
-        let made = inflight::make(self.features, num_queues, queue_size);
+        let made = inflight::make(self.features, num_queues, queue_size, self.config.disk.wce());
         let (file, bytes) = made.map_err(|error| self.refuse("the in-flight memory", error))?;
         Ok((VhostUserInflight::new(bytes, 0, num_queues, queue_size), file))
     }
@@ -463,7 +474,12 @@ impl VhostUserBackendReqHandlerMut for Backend {
         let records = Records::map(self.features, &file, mmap_offset, mmap_size, num_queues, queue_size)
             .map_err(|error| self.refuse("the in-flight memory", error))?;
         let running = self.suspend_all()?;
+        if let Some(wce) = records.write_back().filter(|_| !self.knows_cache_mode) {
+            self.config.disk.set_wce(wce);
+            self.update_write_back();
+        }
         self.records = Some(records);
+        self.note_cache_mode();
         running.into_iter().try_for_each(|index| self.run_if_ready(index))
     }
 

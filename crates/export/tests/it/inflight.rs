@@ -217,12 +217,56 @@ fn a_guest_that_was_answered_and_not_called_is_called_by_the_next_daemon() {
 }
 
 #[test]
+fn cache_mode_of_a_guest_outlives_the_daemon() {
+    let world = World::pair();
+    let ram = Ram::new(1 << 20);
+    let (mut front, kept) = keeps(&world.exports[0], &ram, None);
+    let kept = kept.unwrap();
+    let mut vq = Vq::new(&ram, 0);
+    front.start(0, &vq);
+    assert_eq!(vq.write(8, &[1; 512]), 0);
+    front.set_wce(false);
+    let kept = kept.copy(0);
+    drop(front);
+    world.stop();
+    // The first daemon's guest has chosen write-through, that of the second chooses write-back.
+    for (flags, chosen) in [(BioFlags::FUA, true), (BioFlags::empty(), false), (BioFlags::FUA, false)] {
+        let gate = Gate::open();
+        let world = World::gated(&gate);
+        let mut front = goes_on(&world.exports[0], &vq, &kept);
+        front.set_vring_enable(0, true).unwrap();
+        assert_eq!(vq.write(8, &[1; 512]), 0);
+        assert!(gate.seen().contains(&Seen::Taken(Op::Write, flags, 8)), "wanted {flags:?}: {:?}", gate.seen());
+        assert_eq!(front.config(32, 1).unwrap(), [u8::from(flags.is_empty())]);
+        front.set_wce(chosen);
+        drop(front);
+        world.stop();
+    }
+    // A front-end that has read the mode of a new daemon has told its guest of it.
+    let world = World::pair();
+    let mut front = Front::connect(&world.exports[0]);
+    assert_eq!(front.config(32, 1).unwrap(), [1]);
+    assert!(kept.give(&mut front));
+    assert_eq!(front.config(32, 1).unwrap(), [1]);
+    front.leave(&world.exports[0]);
+    // Memory of another back-end has no mode.
+    let mut front = Front::connect(&world.exports[0]);
+    kept.region().span(kept.what.mmap_size - 8, 8).unwrap().copy_from_slice(&[0; 8]);
+    assert!(kept.give(&mut front));
+    assert_eq!(front.config(32, 1).unwrap(), [1]);
+    drop(front);
+    world.stop();
+}
+
+#[test]
 fn memory_that_is_given_out_cannot_be_cut_short_and_has_room() {
     let world = World::pair();
     let ram = Ram::new(1 << 20);
     let (front, kept) = keeps(&world.exports[0], &ram, None);
     let Kept { file, what } = kept.unwrap();
-    assert_eq!((what.mmap_size, what.mmap_offset, file.metadata().unwrap().len()), (2 * 1088, 0, 2 * 1088));
+    // The cache mode is behind the records.
+    let bytes = 2 * 1088 + 64;
+    assert_eq!((what.mmap_size, what.mmap_offset, file.metadata().unwrap().len()), (bytes, 0, bytes));
     assert!(file.set_len(1000).is_err(), "cut short");
     drop(front);
     world.stop();
@@ -238,7 +282,7 @@ fn memory_that_cannot_be_is_refused_and_the_next_front_end_served() {
     front.leave(&world.exports[0]);
     for what in [
         VhostUserInflight { mmap_size: 2 * 1088 - 1, ..kept.what },
-        VhostUserInflight { mmap_size: 2 * 1088 + 1, ..kept.what },
+        VhostUserInflight { mmap_size: kept.what.mmap_size + 1, ..kept.what },
         VhostUserInflight { mmap_size: 0, ..kept.what },
         VhostUserInflight { mmap_size: 4096, mmap_offset: u64::MAX - 4095, ..kept.what },
         VhostUserInflight { mmap_offset: 12, ..kept.what },
