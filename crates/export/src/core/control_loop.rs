@@ -195,7 +195,7 @@ impl ControlLoop {
             _own: set.register(own, OWN, EventFlags::IN)?,
             set,
             shared: Arc::clone(&shared),
-            workers: WorkerPool::new(),
+            workers: WorkerPool::start()?,
             slots: HashMap::new(),
             deadlines: BTreeSet::new(),
             is_closed: false,

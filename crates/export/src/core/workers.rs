@@ -3,11 +3,13 @@
 //! A few threads are started as steps arrive. When a step has waited for a thread for longer than [`GRACE`], more are
 //! started: as many as are blocked, at least one, at most one for each waiting step. The number of threads thus grows
 //! by a factor while steps block, and `n` blocked steps delay the others by `GRACE` times the logarithm of `n`. The
-//! number of threads never exceeds the number of steps plus a few. An idle thread ends.
+//! number of threads never exceeds the number of steps plus a few. An idle thread ends, except for the last one, so
+//! that steps run although the system has no more threads.
 //!
 //! The content of a step is unknown here.
 
 use std::collections::VecDeque;
+use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -56,7 +58,7 @@ impl PoolShared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Runs steps until none has arrived for [`IDLE_TIME`].
+    /// Runs steps until none has arrived for [`IDLE_TIME`] and another thread is there for the next.
     fn work(&self) {
         let mut state = self.state();
         loop {
@@ -74,10 +76,15 @@ impl PoolShared {
                 break;
             }
             state.idle += 1;
+            if state.threads == 1 {
+                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                state.idle -= 1;
+                continue;
+            }
             let woken = self.changed.wait_timeout(state, IDLE_TIME).unwrap_or_else(PoisonError::into_inner);
             state = woken.0;
             state.idle -= 1;
-            if woken.1.timed_out() && state.waiting.is_empty() {
+            if woken.1.timed_out() && state.waiting.is_empty() && state.threads > 1 {
                 break;
             }
         }
@@ -90,9 +97,14 @@ impl PoolShared {
 }
 
 impl WorkerPool {
-    /// A pool without threads.
-    pub(super) fn new() -> WorkerPool {
-        WorkerPool { shared: Arc::default(), is_told: false }
+    /// A pool with one thread.
+    ///
+    /// # Errors
+    /// The system has no thread left.
+    pub(super) fn start() -> io::Result<WorkerPool> {
+        let pool = WorkerPool { shared: Arc::default(), is_told: false };
+        pool.try_start_one()?;
+        Ok(pool)
     }
 
     /// Queues a step.
@@ -132,15 +144,19 @@ impl WorkerPool {
         }
     }
 
-    /// Returns false if the system refuses a thread.
-    fn start_one(&mut self) -> bool {
+    fn try_start_one(&self) -> io::Result<()> {
         self.shared.state().threads += 1;
         let shared = Arc::clone(&self.shared);
         let started = std::thread::Builder::new().name("export".into()).spawn(move || shared.work());
+        started.map(drop).inspect_err(|_| self.shared.state().threads -= 1)
+    }
+
+    /// Returns false if the system refuses a thread.
+    fn start_one(&mut self) -> bool {
+        let started = self.try_start_one();
         match &started {
-            Ok(_) => self.is_told = false,
+            Ok(()) => self.is_told = false,
             Err(error) => {
-                self.shared.state().threads -= 1;
                 if !std::mem::replace(&mut self.is_told, true) {
                     tracing::error!("exports wait for a thread: {error}; raise the limit on threads");
                 }
@@ -170,7 +186,7 @@ mod tests {
     #[test]
     fn blocked_steps_delay_others_by_their_logarithm() {
         const BLOCKED: usize = 300;
-        let mut pool = WorkerPool::new();
+        let mut pool = WorkerPool::start().unwrap();
         let (go, wait) = channel::<()>();
         let wait = Arc::new(Mutex::new(wait));
         for _ in 0..BLOCKED {
@@ -200,8 +216,27 @@ mod tests {
     }
 
     #[test]
+    fn last_idle_thread_stays() {
+        let mut pool = WorkerPool::start().unwrap();
+        let (told, done) = channel();
+        for _ in 0..THREADS {
+            let told = told.clone();
+            pool.send(Box::new(move || told.send(()).unwrap()));
+        }
+        (0..THREADS).for_each(|_| done.recv_timeout(PATIENCE).unwrap());
+        let begin = Instant::now();
+        while pool.shared.state().threads > 1 {
+            assert!(begin.elapsed() < PATIENCE, "idle threads do not end");
+            std::thread::sleep(GRACE);
+        }
+        std::thread::sleep(IDLE_TIME * 3 / 2);
+        assert_eq!(pool.shared.state().threads, 1);
+        pool.close();
+    }
+
+    #[test]
     fn late_step_starts_one_thread_if_none_is_blocked() {
-        let mut pool = WorkerPool::new();
+        let mut pool = WorkerPool::start().unwrap();
         let (go, wait) = channel::<()>();
         let wait = Arc::new(Mutex::new(wait));
         for _ in 0..THREADS * 3 {
