@@ -240,9 +240,14 @@ where
     }
     match knocked {
         Ok(()) | Err(Errno::AGAIN) => Err(SocketError::Alive(path.into())),
-        Err(Errno::CONNREFUSED) => {
-            std::fs::remove_file(path).map_err(failed("is stale and cannot be removed", "remove it by hand"))
-        }
+        Err(Errno::CONNREFUSED) => match std::fs::remove_file(path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                Err(failed("is stale and cannot be removed", "remove it by hand")(error))
+            }
+            _ => Ok(()),
+        },
+        // Its server has ended meanwhile.
+        Err(Errno::NOENT) => Ok(()),
         Err(error) => Err(failed("cannot determine whether a server listens on it", "remove it by hand if none does")(
             error.into(),
         )),
@@ -288,6 +293,21 @@ mod tests {
         drop(again);
         assert!(path.exists(), "what is not ours stays");
         assert!(matches!(BoundSocket::bind(&at(path)), Err(SocketError::NotASocket(_))));
+    }
+
+    #[test]
+    fn a_socket_whose_server_is_ending_is_had() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("s");
+        let first = BoundSocket::bind(&at(path.clone())).unwrap();
+        // Between two looks at it, as that of a daemon that is restarted.
+        let ending = std::thread::spawn(move || {
+            std::thread::sleep(ALIVE_WAITS[0] / 2);
+            drop(first);
+        });
+        let second = BoundSocket::bind(&at(path.clone()));
+        ending.join().unwrap();
+        assert!(second.is_ok() && path.exists(), "{second:?}");
     }
 
     #[test]
