@@ -32,4 +32,5 @@ pub use queue::{
     Suspension, on_demand_queue, queue_pair,
 };
 pub use server::{ExportStatus, Server, Taking};
+pub(crate) use socket::out_of_descriptors;
 pub use socket::{BoundSocket, SocketConfig, SocketError};

@@ -20,6 +20,11 @@ use super::acceptor::{Accepted, Acceptor, DirectAcceptor};
 /// Each attempt costs that listener a connection.
 const ALIVE_WAITS: [Duration; 3] = [Duration::from_millis(50), Duration::from_millis(200), Duration::from_millis(800)];
 
+/// Fewer descriptors arrived with a message than were sent, and than there was room for.
+pub(crate) fn out_of_descriptors() -> io::Error {
+    io::Error::other("a descriptor of a message could not be received; raise the limit on open files")
+}
+
 /// Listening address of an export.
 #[derive(Clone, Debug, Default)]
 pub struct SocketConfig {

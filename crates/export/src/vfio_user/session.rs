@@ -28,6 +28,7 @@ use super::queue::{NvmeQueueSession, ReplyQueue};
 use super::{NvmeDisk, NvmeQueueRemote, VfioUserExport};
 use crate::core::{
     Accepted, AwaitedFd, Changed, ExportLog, ExportedDisk, FrontEndSession, LaneGone, SessionEnd, SessionStep,
+    out_of_descriptors,
 };
 
 /// Maximum data bytes of one message. No region needs larger accesses, so each reply fits a writable socket.
@@ -296,6 +297,9 @@ impl VfioUserSession {
                 Err(Errno::CONNRESET) => return Err(VfioSessionError::Left),
                 received => received?,
             };
+            if received.truncated && received.fds.len() <= max {
+                return Err(out_of_descriptors().into());
+            }
             if received.truncated {
                 return Err(FrameError::Descriptors { max }.into());
             }

@@ -17,6 +17,7 @@ use rustix::net::{RecvFlags, SendFlags};
 use vhost::vhost_user::message::{FrontendReq, MAX_ATTACHED_FD_ENTRIES, MAX_MSG_SIZE};
 use vhost::vhost_user::{BackendReqHandler, Error};
 
+use crate::core::out_of_descriptors;
 use crate::vhost_user::backend::Backend;
 
 /// Message header: request, flags, bytes of the body; 32 bits each in native byte order.
@@ -119,6 +120,9 @@ impl Message {
         let received = recv_fds(from, &mut bytes[..most], MESSAGE_FILES_MAX + 1, RecvFlags::DONTWAIT)?;
         self.bytes.extend_from_slice(&bytes[..received.bytes]);
         self.files.extend(received.fds);
+        if received.truncated && self.files.len() <= MESSAGE_FILES_MAX {
+            return Err(Errno::MFILE);
+        }
         if received.truncated || self.files.len() > MESSAGE_FILES_MAX {
             return Err(Errno::TOOMANYREFS);
         }
@@ -158,6 +162,7 @@ impl MessageBuffer {
                 Ok(_) => {}
                 Err(Errno::AGAIN) => return Ok(None),
                 Err(Errno::TOOMANYREFS) => return Err(Error::IncorrectFds),
+                Err(Errno::MFILE) => return Err(Error::SocketError(out_of_descriptors())),
                 Err(Errno::CONNRESET) => return Err(Error::Disconnected),
                 Err(error) => return Err(Error::SocketError(error.into())),
             }
