@@ -25,6 +25,8 @@ use std::sync::Arc;
 
 use blkyard_attach::Connector;
 
+pub use multipath::put_path_rules;
+
 use crate::spec::{Spec, SpecError, parse_size};
 use crate::{Device, DeviceError, ReceivedDevice};
 

@@ -31,4 +31,5 @@ pub use device::{
     Backing, Device, DeviceError, DeviceHandover, DeviceOps, DevicePath, DeviceQueue, LatePath, QueueDriver,
     ReceivedDevice,
 };
+pub use devices::put_path_rules;
 pub use disk::{Disk, DiskConfig, DiskError, Meet, Queues, Submitter, queue_depth};

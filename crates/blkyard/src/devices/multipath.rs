@@ -46,6 +46,12 @@ fn open(spec: Spec, _: Option<MakeConnector<'_>>) -> Result<Device, DeviceError>
     open_over(spec, paths, 0, |_, _| Ok(()))
 }
 
+/// Sets the rules by which paths are chosen in a device's name, as they would be given there.
+pub fn put_path_rules(spec: &mut Spec, rules: PathRules) {
+    spec.put("policy", (rules.policy != PolicyKind::default()).then(|| rules.policy.name()));
+    spec.put("hedged_reads", rules.hedged_reads.map(|_| "on"));
+}
+
 /// Opens one disk over these paths, and so many spare ones, which `watch` gets with the end of their device: when the
 /// sender is dropped. The options of the disk's name are those of several paths, and of each path.
 pub(super) fn open_over(

@@ -5,9 +5,9 @@ use std::os::unix::net::UnixStream;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use blkyard::DeviceHandover;
 use blkyard::scheduler::put_device_scheduler;
 use blkyard::tracker::put_tracker;
+use blkyard::{DeviceHandover, put_path_rules};
 use blkyard_export::{BoundSocket, Handed, QuiescedExport};
 use blkyard_mq::IdlePolicy;
 use serde_json::Value;
@@ -168,6 +168,9 @@ fn pack(
         let mut spec = plan.device.clone();
         served.rate.put_into(&mut spec);
         put_tracker(&mut spec, daemon.trackers.config(number));
+        if let Some(settings) = served.device.path_settings() {
+            put_path_rules(&mut spec, settings.rules());
+        }
         put_device_scheduler(&mut spec, served.scheduler()).map_err(|error| error.to_string())?;
         devices.push(DevicePart {
             spec,

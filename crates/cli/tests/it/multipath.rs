@@ -250,7 +250,8 @@ fn a_late_path_to_another_disk_stays_out_and_says_why() {
 #[test]
 fn paths_are_taken_over_and_one_may_be_down() {
     let folder = tempfile::tempdir().unwrap();
-    let mut rig = Rig::start(folder.path(), "policy=round-robin");
+    let mut rig = Rig::start(folder.path(), "");
+    succeed(rig.folder, &["set", "--control", "c", "device:0", "policy=round-robin", "hedged_reads=on"]);
     for path in [0, 1] {
         let load = rig.load_of_hung(path);
         let target = rig.targets[path].take().unwrap();
@@ -263,6 +264,8 @@ fn paths_are_taken_over_and_one_may_be_down() {
         let status = std::mem::replace(&mut rig.daemon, new).process.ended();
         assert!(status.success(), "the old daemon ends with {status}");
         finish(load);
+        let reached = inspect(rig.folder, &[])["devices"][0]["reached"].to_string();
+        assert!(reached.contains("policy round-robin, hedged reads"), "what was set is lost: {reached}");
         rig.targets[path] = Some(target_again(&rig, path));
         wait_until("the path joins", || rig.is_live(path));
         let before = rig.count(path, "ios");
