@@ -51,6 +51,19 @@ pub(crate) fn take_secrets(spec: &mut Spec, config: &mut FabricsHostConfig) -> R
     }
 }
 
+/// Names the files of a device's or an export's options by absolute paths, for a process in another folder.
+///
+/// # Errors
+/// The current folder is not known.
+pub fn make_files_absolute(spec: &mut Spec) -> std::io::Result<()> {
+    for key in ["secret", "ctrl_secret", "tls_key", "secrets", "tls_keys"] {
+        if let Some(path) = spec.take(key) {
+            spec.put(key, Some(std::path::absolute(path)?.display()));
+        }
+    }
+    Ok(())
+}
+
 /// Reads the hosts that a target authenticates.
 ///
 /// # Errors

@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use blkyard::scheduler::put_device_scheduler;
+use blkyard::secrets::make_files_absolute;
 use blkyard::tracker::put_tracker;
 use blkyard::{DeviceHandover, put_path_rules};
 use blkyard_export::{BoundSocket, Handed, QuiescedExport};
@@ -160,12 +161,14 @@ fn pack(
                 exports.push(DeviceExport::Namespace { namespace: spec });
                 continue;
             };
+            make_files_absolute(&mut spec).map_err(text)?;
             export.rate.put_into(&mut spec);
             export.weight.put_into(&mut spec);
             exports.push(DeviceExport::Whole(Box::new(ExportPart::pack(spec, state, files)?)));
             rests.push(rest);
         }
         let mut spec = plan.device.clone();
+        make_files_absolute(&mut spec).map_err(text)?;
         served.rate.put_into(&mut spec);
         put_tracker(&mut spec, daemon.trackers.config(number));
         if let Some(settings) = served.device.path_settings() {

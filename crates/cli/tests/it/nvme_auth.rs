@@ -211,7 +211,11 @@ fn a_takeover_asks_no_host_for_its_secret_again() {
     // One that is in between connects again.
     let mut between = TcpQueue::initialized(address);
     assert!(between.connect(NQN, HOST, 2, controller, 0).status.is_success());
-    let next = Daemon::start(folder, &["--takeover", "c"]);
+    // From another folder, where a file of the same name has other secrets.
+    let elsewhere = folder.join("elsewhere");
+    fs::create_dir(&elsewhere).unwrap();
+    keep(&elsewhere, "secrets", &format!("{HOST} {}\n", fs::read_to_string(folder.join("other")).unwrap().trim()));
+    let next = Daemon::start(&elsewhere, &["--takeover", "../c"]);
     assert_eq!(between.next(), None);
     assert_eq!(queue.read(1, 0, 4096), pattern(4096, 3));
     admin.succeed(Sqe::identify(cns::CONTROLLER, 0, 0, 0), &[], 4096);
