@@ -88,7 +88,8 @@ fn try_give(daemon: &Daemon, control: &BoundSocket, client: &UnixStream) -> Resu
     let left = |error| format!("the new daemon does not read: {error}; see its messages");
     send(client, &files, &answer_line(&Ok(handover)), WORD_TIME).map_err(left)?;
     drop(files);
-    let (_, word) = receive(client, WORD_BYTES_MAX, WORD_TIME).map_err(left)?;
+    let silent = |error| format!("the new daemon does not answer: {error}; see its messages");
+    let (_, word) = receive(client, WORD_BYTES_MAX, WORD_TIME).map_err(silent)?;
     match parse_request(&word)? {
         ControlRequest::Taken => {}
         other => {

@@ -26,7 +26,11 @@ const MARK: u8 = b'#';
 ///
 /// # Errors
 /// The other side is gone, or does not read all within this time.
-pub(super) fn send(mut to: &UnixStream, files: &PassedFiles, line: &str, within: Duration) -> io::Result<()> {
+pub(super) fn send(to: &UnixStream, files: &PassedFiles, line: &str, within: Duration) -> io::Result<()> {
+    try_send(to, files, line, within).map_err(|error| in_words(error, within))
+}
+
+fn try_send(mut to: &UnixStream, files: &PassedFiles, line: &str, within: Duration) -> io::Result<()> {
     let limit = Limit::of(within);
     let fds: Vec<_> = files.iter().map(|file| file.as_fd()).collect();
     for some in fds.chunks(AT_ONCE) {
@@ -45,15 +49,20 @@ pub(super) fn send(mut to: &UnixStream, files: &PassedFiles, line: &str, within:
     Ok(())
 }
 
-/// Takes descriptors, and the line that follows them.
+/// Takes descriptors, and the line that follows them. Later lines that have arrived are dropped: the other side has
+/// given up, and the first says why.
 ///
 /// # Errors
 /// The other side is gone, sends more than it may, or not all within this time.
 pub(super) fn receive(
-    mut from: &UnixStream,
+    from: &UnixStream,
     line_bytes_max: usize,
     within: Duration,
 ) -> io::Result<(PassedFiles, Vec<u8>)> {
+    try_receive(from, line_bytes_max, within).map_err(|error| in_words(error, within))
+}
+
+fn try_receive(mut from: &UnixStream, line_bytes_max: usize, within: Duration) -> io::Result<(PassedFiles, Vec<u8>)> {
     let too_much = |what| io::Error::new(io::ErrorKind::InvalidData, what);
     let limit = Limit::of(within);
     let mut files = PassedFiles::new();
@@ -75,11 +84,16 @@ pub(super) fn receive(
             let mut line = byte.to_vec();
             // The line is the last, so it may be read in large pieces.
             let mut piece = vec![0; 1 << 16];
-            while line.last() != Some(&b'\n') {
+            let mut end = None;
+            while end.is_none() && byte[0] != b'\n' {
                 from.set_read_timeout(Some(limit.left()?))?;
                 match from.read(&mut piece) {
                     Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                    Ok(read) => line.extend_from_slice(&piece[..read]),
+                    Ok(read) => {
+                        let before = line.len();
+                        line.extend_from_slice(&piece[..read]);
+                        end = piece[..read].iter().position(|byte| *byte == b'\n').map(|place| before + place + 1);
+                    }
                     Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                     Err(error) => return Err(error),
                 }
@@ -87,8 +101,19 @@ pub(super) fn receive(
                     return Err(too_much("the line is too long"));
                 }
             }
+            line.truncate(end.unwrap_or(line.len()));
             return Ok((files, line));
         }
+    }
+}
+
+/// The error of an exchange that had this long. The system's word for the end of that time says nothing of it.
+fn in_words(error: io::Error, within: Duration) -> io::Error {
+    match error.kind() {
+        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
+            io::Error::new(io::ErrorKind::TimedOut, format!("not within {within:?}"))
+        }
+        _ => error,
     }
 }
 
@@ -119,6 +144,21 @@ mod tests {
             }
         });
         near
+    }
+
+    #[test]
+    fn lines_after_the_first_are_dropped() {
+        let (near, far) = UnixStream::pair().unwrap();
+        send(&far, &PassedFiles::new(), "first\nsecond\n", Duration::from_secs(30)).unwrap();
+        let (_, line) = receive(&near, 100, Duration::from_secs(30)).unwrap();
+        assert_eq!(String::from_utf8_lossy(&line), "first\n");
+    }
+
+    #[test]
+    fn a_silent_end_is_told_in_words() {
+        let (near, _far) = UnixStream::pair().unwrap();
+        let error = receive(&near, 100, Duration::from_millis(20)).unwrap_err();
+        assert_eq!(error.to_string(), "not within 20ms");
     }
 
     #[test]
