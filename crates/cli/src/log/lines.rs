@@ -11,7 +11,7 @@ use std::os::fd::AsFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use blkyard_sys::{PollFd, PollFlags, wait_for};
+use blkyard_sys::{PollFd, PollFlags, is_ready, wait_for};
 
 /// Size of the lines that wait for a reader, at most. Some thousand lines: hours of an ordinary log.
 const QUEUE_BYTES_MAX: usize = 256 << 10;
@@ -19,9 +19,14 @@ const QUEUE_BYTES_MAX: usize = 256 << 10;
 /// The queue and its writer thread. The thread is never joined: it may be stuck in a write for good.
 pub(super) struct LineWriter {
     shared: Arc<WriterState>,
-    /// Whether the thread exists. Without it all lines are lost, since the caller must not wait for the stream.
-    has_thread: bool,
+    /// The stream, if there is no thread. Lines for which it has no room are lost: the caller must not wait for it.
+    direct: Option<Mutex<Box<dyn LineStream>>>,
 }
+
+/// A stream of lines.
+trait LineStream: Write + AsFd + Send {}
+
+impl<W: Write + AsFd + Send> LineStream for W {}
 
 #[derive(Default)]
 struct WriterState {
@@ -51,20 +56,33 @@ impl LineWriter {
     /// again; it may push.
     pub(super) fn start<W: Write + AsFd + Send + 'static>(
         name: &str,
-        stream: W,
+        open: impl Fn() -> W,
         report: impl Fn(u64) + Send + 'static,
     ) -> LineWriter {
         let shared = Arc::new(WriterState::default());
-        let of_thread = Arc::clone(&shared);
+        let (of_thread, stream) = (Arc::clone(&shared), open());
         let write = move || run(&of_thread, stream, report);
-        let has_thread = std::thread::Builder::new().name(name.into()).spawn(write).is_ok();
-        LineWriter { shared, has_thread }
+        match std::thread::Builder::new().name(name.into()).spawn(write) {
+            Ok(_) => LineWriter { shared, direct: None },
+            Err(_) => LineWriter::without_thread(open()),
+        }
+    }
+
+    /// The writer of a stream for which the system has no thread.
+    fn without_thread(stream: impl Write + AsFd + Send + 'static) -> LineWriter {
+        LineWriter { shared: Arc::default(), direct: Some(Mutex::new(Box::new(stream))) }
     }
 
     /// Queues a line, its newline included.
     pub(super) fn push(&self, line: Vec<u8>) {
+        if let Some(stream) = &self.direct {
+            let mut stream = stream.lock().unwrap_or_else(PoisonError::into_inner);
+            let is_written = has_room(&**stream, &line) && write_line(&mut *stream, &line).is_ok();
+            self.shared.queue().lost += u64::from(!is_written);
+            return;
+        }
         let mut queue = self.shared.queue();
-        if !self.has_thread || queue.bytes + line.len() > QUEUE_BYTES_MAX {
+        if queue.bytes + line.len() > QUEUE_BYTES_MAX {
             queue.lost += 1;
             return;
         }
@@ -77,7 +95,7 @@ impl LineWriter {
     /// Waits until all that was pushed is written or lost, but no longer than `limit`.
     pub(super) fn flush(&self, limit: Duration) {
         let busy = |queue: &mut LineQueue| !queue.lines.is_empty() || queue.is_writing;
-        if self.has_thread {
+        if self.direct.is_none() {
             let _ = self.shared.changed.wait_timeout_while(self.shared.queue(), limit, busy);
         }
     }
@@ -108,15 +126,21 @@ fn run(shared: &WriterState, mut stream: impl Write + AsFd, report: impl Fn(u64)
     }
 }
 
+/// Whether a line can be written without a wait: a writable pipe has room for so much.
+fn has_room(stream: &dyn LineStream, line: &[u8]) -> bool {
+    const ROOM_BYTES: usize = 4096;
+    line.len() <= ROOM_BYTES && is_ready(stream.as_fd(), PollFlags::OUT)
+}
+
 /// Writes a whole line. The stream may be non-blocking, since another process that shares it may have set that.
-fn write_line(stream: &mut (impl Write + AsFd), mut line: &[u8]) -> io::Result<()> {
+fn write_line(stream: &mut (impl Write + AsFd + ?Sized), mut line: &[u8]) -> io::Result<()> {
     while !line.is_empty() {
         match stream.write(line) {
             Ok(0) => return Err(ErrorKind::WriteZero.into()),
             Ok(count) => line = &line[count..],
             Err(error) if error.kind() == ErrorKind::Interrupted => {}
             Err(error) if error.kind() == ErrorKind::WouldBlock => {
-                let _ = wait_for(&mut [PollFd::new(&*stream, PollFlags::OUT)], None);
+                let _ = wait_for(&mut [PollFd::from_borrowed_fd(stream.as_fd(), PollFlags::OUT)], None);
             }
             Err(error) => return Err(error),
         }
@@ -136,7 +160,8 @@ mod tests {
     fn piped() -> (LineWriter, PipeReader, std::sync::mpsc::Receiver<u64>) {
         let (reader, writer) = io::pipe().unwrap();
         let (told, lost) = std::sync::mpsc::channel();
-        (LineWriter::start("test", writer, move |count| told.send(count).unwrap()), reader, lost)
+        let open = move || writer.try_clone().unwrap();
+        (LineWriter::start("test", open, move |count| told.send(count).unwrap()), reader, lost)
     }
 
     #[test]
@@ -171,7 +196,7 @@ mod tests {
     #[test]
     fn failing_stream_loses_lines_without_noise() {
         let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
-        let writer = LineWriter::start("test", full, |_| panic!("nothing was written"));
+        let writer = LineWriter::start("test", move || full.try_clone().unwrap(), |_| panic!("nothing was written"));
         for _ in 0..10 {
             writer.push(b"a line\n".to_vec());
         }
@@ -180,11 +205,29 @@ mod tests {
     }
 
     #[test]
+    fn stream_without_a_thread_is_written_while_it_has_room() {
+        const LINES: u64 = 1000;
+        let (mut reader, writer) = io::pipe().unwrap();
+        let writer = LineWriter::without_thread(writer);
+        writer.push(b"the first\n".to_vec());
+        (1..LINES).for_each(|_| writer.push(vec![b'\n'; 1024]));
+        writer.flush(LONG);
+        let lost = writer.shared.queue().lost;
+        assert!(lost > 100, "{lost}");
+        drop(writer);
+        let mut text = String::new();
+        io::Read::read_to_string(&mut reader, &mut text).unwrap();
+        assert!(text.starts_with("the first\n"));
+        assert_eq!(text.len() as u64, 10 + (LINES - 1 - lost) * 1024);
+    }
+
+    #[test]
     fn nonblocking_stream_is_waited_for() {
         const LINES: usize = 200;
         let (reader, writer) = io::pipe().unwrap();
         rustix::fs::fcntl_setfl(&writer, rustix::fs::OFlags::NONBLOCK).unwrap();
-        let writer = LineWriter::start("test", writer, |lost| panic!("{lost} lines were lost"));
+        let writer =
+            LineWriter::start("test", move || writer.try_clone().unwrap(), |lost| panic!("{lost} lines were lost"));
         (0..LINES).for_each(|_| writer.push(vec![b'\n'; 1000]));
         let mut reader = BufReader::new(reader);
         for _ in 0..LINES * 1000 {

@@ -114,12 +114,12 @@ pub fn panicked_thread() -> Option<&'static str> {
 
 fn stderr() -> &'static LineWriter {
     static STDERR: OnceLock<LineWriter> = OnceLock::new();
-    STDERR.get_or_init(|| LineWriter::start("log", io::stderr(), |lost| tell_lost("the log", lost)))
+    STDERR.get_or_init(|| LineWriter::start("log", io::stderr, |lost| tell_lost("the log", lost)))
 }
 
 fn stdout() -> &'static LineWriter {
     static STDOUT: OnceLock<LineWriter> = OnceLock::new();
-    STDOUT.get_or_init(|| LineWriter::start("stdout", io::stdout(), |lost| tell_lost("standard output", lost)))
+    STDOUT.get_or_init(|| LineWriter::start("stdout", io::stdout, |lost| tell_lost("standard output", lost)))
 }
 
 fn tell_lost(stream: &str, lost: u64) {
