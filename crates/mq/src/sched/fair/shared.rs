@@ -11,8 +11,8 @@
 //!   if the difference is more than [`AHEAD_MAX`]: start-time fair queueing (Goyal and others, 1996);
 //! * a stream that is alone on the device has no limit.
 //!
-//! **No wake-ups.** A refused queue asks again when one of its requests ends, and after [`AGAIN_NS`], in case that
-//! takes long. The price: depth may stay unused until then.
+//! **No wake-ups.** A refused queue asks again when one of its requests ends, and when the device must have completed
+//! half of what all queues have in flight, in case that is earlier: with the other half the device is still busy.
 //!
 //! **No lock, and no contended word.** The others' slots may be as old as a round; then all together exceed the depth
 //! slightly. The depth is a guideline that nothing relies on: tags and a [`Budget`](crate::Budget) are bounds. A queue
@@ -31,10 +31,12 @@ use super::depth::{Completions, Depth, DepthLimit};
 /// as it pleases.
 /// A model has fewer: loom makes each anew for each order of events.
 const MEMBERS_MAX: usize = if cfg!(loom) { 4 } else { 256 };
-/// Time after which a refused queue asks again if none of its requests has ended: long enough to cost nothing.
-const AGAIN_NS: u64 = 1_000_000;
+/// Least and longest time after which a refused queue asks again if none of its requests has ended: rarely enough to
+/// cost nothing, and soon enough to see a change.
+const AGAIN_MIN_NS: u64 = 100_000;
+const AGAIN_MAX_NS: u64 = 1_000_000;
 /// A refused queue that has not asked for this long no longer counts as waiting: its lane is busy with other work.
-const LACKING_NS: u64 = 4 * AGAIN_NS;
+const LACKING_NS: u64 = 4 * AGAIN_MAX_NS;
 /// How far a queue may be ahead of others that wait, at the default weight: a few dozen small bios, so that a lane's
 /// batches stay whole.
 const AHEAD_MAX: u64 = 256 << 10;
@@ -304,7 +306,7 @@ impl DepthShare {
             bound.store(true, Relaxed);
         }
         let Others { limit, has, ended_ns, recent, .. } = self.others;
-        let again_ns = if has > 0 || self.has == 0 { now_ns + AGAIN_NS } else { u64::MAX };
+        let again_ns = if has > 0 || self.has == 0 { now_ns + self.again_after_ns() } else { u64::MAX };
         if self.is_ahead() {
             self.lacks(0);
             return again_ns;
@@ -314,6 +316,14 @@ impl DepthShare {
         }
         let fits_at_ns = limit.fits_at_ns(has + self.has, cost, self.ended_ns.max(ended_ns));
         fits_at_ns.map_or(again_ns, |fits_at_ns| fits_at_ns.min(again_ns))
+    }
+
+    /// Time in which the device must have completed half of what all queues have in flight; the longest if its
+    /// throughput is unknown.
+    fn again_after_ns(&self) -> u64 {
+        let Others { limit: DepthLimit { mib_ns, .. }, has, .. } = self.others;
+        let half_ns = (has + self.has).saturating_mul(mib_ns) >> 21;
+        if mib_ns > 0 { half_ns.clamp(AGAIN_MIN_NS, AGAIN_MAX_NS) } else { AGAIN_MAX_NS }
     }
 
     /// Since when it lacks something; zero if it does not.
@@ -623,9 +633,20 @@ mod tests {
         let mut queues = queues(2, 8);
         take(&mut queues[0], 8, MS);
         assert_eq!(take(&mut queues[1], 2, MS), 1);
-        assert_eq!(queues[1].wait_ns(COST, MS), MS + AGAIN_NS);
+        assert_eq!(queues[1].wait_ns(COST, MS), MS + AGAIN_MAX_NS, "the device's throughput is unknown");
         end(&mut queues[0], 8, MS);
         assert_eq!(take(&mut queues[1], 2, 2 * MS), 2);
+    }
+
+    #[test]
+    fn who_is_refused_asks_again_when_half_of_what_is_in_flight_must_have_ended() {
+        let mut share = queues(1, 8).remove(0);
+        for (has_kib, after_ns) in [(16, AGAIN_MIN_NS), (400, 200_000), (1600, 800_000), (1 << 20, AGAIN_MAX_NS)] {
+            // A KiB in a microsecond.
+            let limit = DepthLimit { mib_ns: 1024 * 1000, ..DepthLimit::default() };
+            share.others = Others { has: has_kib << 10, limit, ..Others::default() };
+            assert_eq!(share.wait_ns(COST, MS), MS + after_ns, "{has_kib} KiB");
+        }
     }
 
     #[test]
