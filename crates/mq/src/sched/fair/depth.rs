@@ -21,8 +21,9 @@
 
 use std::ops::{Add, Sub};
 
-/// How long a turn lasts at least.
-const TURN_NS: u64 = 5_000_000;
+/// How long a turn lasts at least. In half of that flash which collects garbage, and completions that come in batches,
+/// show a difference where there is none.
+const TURN_NS: u64 = 10_000_000;
 /// Ends in a turn, at least.
 const TURN_ENDS: u64 = 128;
 /// Pairs of turns in a comparison. The best and the worst are ignored: a device that is collecting garbage says nothing
@@ -49,9 +50,9 @@ const DEPTH_MIN: u64 = 24 << 10;
 const DEPTH_MAX: u64 = 1 << 40;
 /// And this or less where both are too little to keep the device busy.
 const LINEAR_PERMILLE: u64 = 955;
-/// Attempts that pass, after one in which more was of no use, before more is tried again: a minute.
+/// Attempts that pass, after one in which more was of no use, before more is tried again: more than a minute.
 const MORE_AGAIN: u32 = 2;
-/// Turns until the next attempt after one without effect: the first pause, and the longest. An attempt is 20 ms with a
+/// Turns until the next attempt after one without effect: the first pause, and the longest. An attempt is 40 ms with a
 /// queue in the device: of a thousand bios one may meet it.
 const PAUSE_MIN: u32 = 8;
 const PAUSE_MAX: u32 = 4096;
