@@ -1,13 +1,15 @@
 //! SIGINT, SIGTERM and SIGHUP as events that the main thread waits for.
 //!
 //! The handler records the signal and signals an eventfd. The third SIGINT or SIGTERM has its default effect: a
-//! program that does not obey the first two is killed.
+//! program that does not obey the first two is killed. One that comes within [`TOGETHER_NS`] of another is the same:
+//! `timeout` and some supervisors signal the process and then its group.
 //!
-//! Unsafe: installing a handler, and the handler itself. It uses atomics and one `write`, both async-signal-safe.
+//! Unsafe: installing a handler, and the handler itself. It uses atomics, one `write` and the clock, all
+//! async-signal-safe.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
-use std::sync::atomic::{AtomicI32, AtomicU8, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicU8, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use blkyard_sys::{EventFd, PollFd, PollFlags, wait_until};
@@ -31,6 +33,10 @@ static CAME: AtomicU8 = AtomicU8::new(0);
 static ENDINGS: AtomicU8 = AtomicU8::new(0);
 /// As many of them are caught.
 const ENDINGS_MAX: u8 = 2;
+/// When the last of them was counted, ns of the monotonic clock; zero before.
+static COUNTED_NS: AtomicU64 = AtomicU64::new(0);
+/// Those that come within this time of a counted one are not counted: nobody presses a key again so soon.
+const TOGETHER_NS: u64 = 50_000_000;
 
 const KINDS: [(libc::c_int, Signal); 3] =
     [(libc::SIGINT, Signal::Interrupt), (libc::SIGTERM, Signal::Terminate), (libc::SIGHUP, Signal::Hangup)];
@@ -53,6 +59,7 @@ impl Signals {
         let eventfd = KEPT.get_or_init(|| made);
         EVENTFD.store(eventfd.as_fd().as_raw_fd(), Ordering::Release);
         ENDINGS.store(0, Ordering::Release);
+        COUNTED_NS.store(0, Ordering::Release);
         [libc::SIGINT, libc::SIGTERM].into_iter().try_for_each(take_over)?;
         // A file at its size limit is an error of that request, and no reason to end.
         // SAFETY: ignoring a signal runs no code of ours.
@@ -125,10 +132,16 @@ extern "C" fn on_signal(number: libc::c_int) {
     let errno = unsafe { libc::__errno_location() };
     // SAFETY: as above, valid for the thread's life.
     let before = unsafe { *errno };
+    let is_ending = number != libc::SIGHUP;
+    if is_ending && is_repeated() {
+        // SAFETY: as above.
+        unsafe { *errno = before };
+        return;
+    }
     if let Some(index) = KINDS.iter().position(|(signal, _)| *signal == number) {
         CAME.fetch_or(1 << index, Ordering::AcqRel);
     }
-    if number != libc::SIGHUP && ENDINGS.fetch_add(1, Ordering::AcqRel) >= ENDINGS_MAX {
+    if is_ending && ENDINGS.fetch_add(1, Ordering::AcqRel) >= ENDINGS_MAX {
         // SAFETY: both may be called in a handler. The signal is delivered when this returns, and ends the process.
         unsafe {
             libc::signal(number, libc::SIG_DFL);
@@ -140,4 +153,18 @@ extern "C" fn on_signal(number: libc::c_int) {
     unsafe { libc::write(EVENTFD.load(Ordering::Acquire), (&raw const one).cast(), 8) };
     // SAFETY: as above.
     unsafe { *errno = before };
+}
+
+/// Whether another SIGINT or SIGTERM was counted a moment ago. If not, this one is.
+fn is_repeated() -> bool {
+    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: writes the time to `now`; async-signal-safe. The clock exists on every system.
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut now) };
+    let now_ns = now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64;
+    let counted_ns = COUNTED_NS.load(Ordering::Acquire);
+    let is_repeated = counted_ns > 0 && now_ns.saturating_sub(counted_ns) < TOGETHER_NS;
+    if !is_repeated {
+        COUNTED_NS.store(now_ns, Ordering::Release);
+    }
+    is_repeated
 }

@@ -5,6 +5,8 @@ use std::time::{Duration, Instant};
 use blkyard_os::{Signal, Signals};
 use rustix::process::{Signal as Number, getpid, kill_process};
 
+/// After it a signal to end is another one.
+const APART: Duration = Duration::from_millis(60);
 /// Longer than a busy machine keeps anybody from a CPU.
 const LONG: Duration = Duration::from_secs(30);
 
@@ -19,7 +21,7 @@ fn signals_are_waited_for_each_once() {
     assert_eq!(signals.wait(Some(LONG)), Some(Signal::Terminate));
     assert_eq!(signals.wait(Some(Duration::ZERO)), None);
     let later = std::thread::spawn(|| {
-        std::thread::sleep(Duration::from_millis(20));
+        std::thread::sleep(APART);
         kill_process(getpid(), Number::INT).unwrap();
     });
     assert_eq!(signals.wait(None), Some(Signal::Interrupt));
@@ -32,6 +34,22 @@ fn signals_are_waited_for_each_once() {
         kill_process(getpid(), number).unwrap();
         assert_eq!(signals.wait(Some(LONG)), Some(signal));
     }
+    std::thread::sleep(APART);
     kill_process(getpid(), Number::INT).unwrap();
     assert_eq!(signals.wait(Some(LONG)), Some(Signal::Interrupt));
+    check_signals_together();
+}
+
+/// As `timeout` does, which signals the process and then its group.
+fn check_signals_together() {
+    for _ in 0..2 {
+        let signals = Signals::install().unwrap();
+        let begin = Instant::now();
+        kill_process(getpid(), Number::TERM).unwrap();
+        assert_eq!(signals.wait(Some(LONG)), Some(Signal::Terminate));
+        kill_process(getpid(), Number::TERM).unwrap();
+        let again = signals.wait(Some(Duration::from_millis(1)));
+        let took = begin.elapsed();
+        assert!(again.is_none() || took >= Duration::from_millis(50), "{again:?} after {took:?}");
+    }
 }
