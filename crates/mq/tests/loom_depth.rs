@@ -31,7 +31,7 @@ const COST: u64 = 64 << 10;
 const LOOK_NS: u64 = 250_000;
 /// A turn of the measurement: completions and time, at least.
 const TURN_ENDS: u64 = 128;
-const TURN_NS: u64 = 5_000_000;
+const TURN_NS: u64 = 10_000_000;
 /// A cost beyond any limit that is measured here, and far below the limit before the first measurement.
 const FAR: u64 = 1 << 30;
 /// Time after which an idle queue is not counted, ns.
