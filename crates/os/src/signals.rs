@@ -133,11 +133,14 @@ extern "C" fn on_signal(number: libc::c_int) {
     // SAFETY: as above, valid for the thread's life.
     let before = unsafe { *errno };
     let is_ending = number != libc::SIGHUP;
-    if is_ending && is_repeated() {
-        // SAFETY: as above.
-        unsafe { *errno = before };
-        return;
+    if !is_ending || is_counted() {
+        record(number, is_ending);
     }
+    // SAFETY: as above.
+    unsafe { *errno = before };
+}
+
+fn record(number: libc::c_int, is_ending: bool) {
     if let Some(index) = KINDS.iter().position(|(signal, _)| *signal == number) {
         CAME.fetch_or(1 << index, Ordering::AcqRel);
     }
@@ -151,20 +154,16 @@ extern "C" fn on_signal(number: libc::c_int) {
     let one = 1_u64;
     // SAFETY: eight bytes of ours; the descriptor is never closed once it is stored. A failure has no remedy.
     unsafe { libc::write(EVENTFD.load(Ordering::Acquire), (&raw const one).cast(), 8) };
-    // SAFETY: as above.
-    unsafe { *errno = before };
 }
 
-/// Whether another SIGINT or SIGTERM was counted a moment ago. If not, this one is.
-fn is_repeated() -> bool {
+/// Counts a SIGINT or SIGTERM, unless another one was a moment ago: of two threads that handle one each at the same
+/// time, one counts its own.
+fn is_counted() -> bool {
     let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: writes the time to `now`; async-signal-safe. The clock exists on every system.
     unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut now) };
     let now_ns = now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64;
     let counted_ns = COUNTED_NS.load(Ordering::Acquire);
-    let is_repeated = counted_ns > 0 && now_ns.saturating_sub(counted_ns) < TOGETHER_NS;
-    if !is_repeated {
-        COUNTED_NS.store(now_ns, Ordering::Release);
-    }
-    is_repeated
+    let is_apart = counted_ns == 0 || now_ns.saturating_sub(counted_ns) >= TOGETHER_NS;
+    is_apart && COUNTED_NS.compare_exchange(counted_ns, now_ns, Ordering::AcqRel, Ordering::Acquire).is_ok()
 }
