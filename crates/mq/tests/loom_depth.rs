@@ -22,20 +22,14 @@ mod shared;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use depth::{TURN_ENDS, TURN_NS};
 use loom::thread;
-use shared::{DepthShare, SharedDepth};
+use shared::{ALONE_NS, DepthShare, LOOK_NS, SharedDepth};
 
 /// Cost of one bio.
 const COST: u64 = 64 << 10;
-/// Interval of the regulator's measurements, ns.
-const LOOK_NS: u64 = 250_000;
-/// A turn of the measurement: completions and time, at least.
-const TURN_ENDS: u64 = 128;
-const TURN_NS: u64 = 10_000_000;
 /// A cost beyond any limit that is measured here, and far below the limit before the first measurement.
 const FAR: u64 = 1 << 30;
-/// Time after which an idle queue is not counted, ns.
-const ALONE_NS: u64 = 1_000_000_000;
 
 fn model(name: &str, preemptions: usize, story: impl Fn(SharedDepth) + Sync + Send + 'static) {
     let orders = Arc::new(AtomicUsize::new(0));

@@ -23,9 +23,9 @@ use std::ops::{Add, Sub};
 
 /// How long a turn lasts at least. In half of that flash which collects garbage, and completions that come in batches,
 /// show a difference where there is none.
-const TURN_NS: u64 = 10_000_000;
+pub(super) const TURN_NS: u64 = 10_000_000;
 /// Ends in a turn, at least.
-const TURN_ENDS: u64 = 128;
+pub(super) const TURN_ENDS: u64 = 128;
 /// Pairs of turns in a comparison. The best and the worst are ignored: a device that is collecting garbage says nothing
 /// about depths. A smaller depth is accepted only if all others agree: with noisy results too much depth is better than
 /// too little.

@@ -44,7 +44,7 @@ const AHEAD_MAX: u64 = 256 << 10;
 const BEHIND_MAX: u64 = 2 * AHEAD_MAX;
 /// A queue is alone when no other has submitted for this long. Until then it has the depth that keeps the device busy,
 /// at nearly no cost, and an occasional submitter does not find the device full.
-const ALONE_NS: u64 = 1_000_000_000;
+pub(super) const ALONE_NS: u64 = 1_000_000_000;
 /// Longest age of a slot's entry about this.
 const SEEN_NS: u64 = 1_000_000;
 /// A queue idle for this long announces it to those that may be alone now. Half of `ALONE_NS`, since the clocks of two
@@ -53,7 +53,7 @@ const NEWS_NS: u64 = ALONE_NS / 2;
 /// What a unit counts at the default weight.
 const ONE: u64 = 1 << 10;
 /// Interval of the device's measurement: a small part of the turns of [`Depth`].
-const LOOK_NS: u64 = 250_000;
+pub(super) const LOOK_NS: u64 = 250_000;
 
 /// State shared by the hardware queues of one device. Part of [`DeviceInfo`](crate::DeviceInfo): a clone belongs to the
 /// same device.
