@@ -94,7 +94,8 @@ impl FileDevice {
 
         let bytes = seek(&file, SeekFrom::End(0)).map_err(|e| system("its size cannot be read")(e.into()))?;
         let device_block = if block_device { rustix::fs::ioctl_blksszget(&file).unwrap_or(512) } else { 512 };
-        let mode = mode(&config, file.as_fd(), device_block, probed)?;
+        let system_type = system_type(file.as_fd(), block_device);
+        let mode = mode(&config, file.as_fd(), system_type, device_block, probed)?;
         let block = logical_block(&config, &mode, device_block)?;
         if bytes == 0 {
             return Err(OpenError::Empty { path: config.path });
@@ -138,7 +139,7 @@ impl FileDevice {
             write_through: config.write_through,
             counters: FileCounters::default(),
             is_block_device: block_device,
-            threaded_bytes: if is_in_memory(&file) && has_cpus() { THREADED_BYTES } else { u64::MAX },
+            threaded_bytes: threaded_bytes(system_type),
             no_trim: AtomicBool::new(false),
             no_punch: AtomicBool::new(false),
             sync_failed: false.into(),
@@ -151,14 +152,20 @@ impl FileDevice {
     }
 }
 
+/// Type of the file system that holds the data of a file: `f_type` of `statfs(2)`. That of a block device is unknown:
+/// its name is in a file system in memory.
+fn system_type(file: BorrowedFd<'_>, block_device: bool) -> Option<i64> {
+    rustix::fs::fstatfs(file).ok().map(|system| system.f_type).filter(|_| !block_device)
+}
+
 /// Shortest read of a file in memory that has a thread of the kernel of its own. Shorter ones are as fast without, or
 /// faster (docs/adr/0071).
 const THREADED_BYTES: u64 = 64 << 10;
 
-/// Whether a file system in memory holds the file: the kernel has a thread copy what is read of it, one for all reads
-/// of a lane unless it is asked for more.
-fn is_in_memory(file: &OwnedFd) -> bool {
-    rustix::fs::fstatfs(file).is_ok_and(|system| system.f_type == libc::TMPFS_MAGIC)
+/// Shortest read of a file on such a file system that has a thread of the kernel of its own. The kernel has one thread
+/// copy all that a lane reads from memory, unless it is asked for more.
+fn threaded_bytes(system_type: Option<i64>) -> u64 {
+    if system_type == Some(libc::TMPFS_MAGIC) && has_cpus() { THREADED_BYTES } else { u64::MAX }
 }
 
 /// Whether threads can copy beside one another.
@@ -328,11 +335,17 @@ fn open_error(config: &FileConfig, block_device: bool, source: io::Error) -> Ope
     }
 }
 
-fn mode(config: &FileConfig, file: BorrowedFd<'_>, device_block: u32, probed: Probed) -> Result<Mode, OpenError> {
+fn mode(
+    config: &FileConfig,
+    file: BorrowedFd<'_>,
+    system_type: Option<i64>,
+    device_block: u32,
+    probed: Probed,
+) -> Result<Mode, OpenError> {
     let aligned = match probed {
         Probed::NotAsked => return Ok(Mode::Buffered { reason: "as asked" }),
         Probed::Refused => None,
-        Probed::Direct => stated_alignment(file, device_block),
+        Probed::Direct => stated_alignment(file, system_type, device_block),
     };
     if let Some((memory_align, offset_align)) = aligned {
         return Ok(Mode::Direct { memory_align, offset_align });
@@ -355,9 +368,7 @@ fn mode(config: &FileConfig, file: BorrowedFd<'_>, device_block: u32, probed: Pr
 }
 
 /// Alignment of memory and of offsets for direct I/O on this file, bytes; `None` without direct I/O.
-fn stated_alignment(file: BorrowedFd<'_>, device_block: u32) -> Option<(u32, u32)> {
-    /// `statfs(2)`, TMPFS_MAGIC.
-    const TMPFS: i64 = 0x0102_1994;
+fn stated_alignment(file: BorrowedFd<'_>, system_type: Option<i64>, device_block: u32) -> Option<(u32, u32)> {
     let stated = statx(file, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN);
     if let Ok(stated) = stated
         && stated.stx_mask & StatxFlags::DIOALIGN.bits() != 0
@@ -366,7 +377,7 @@ fn stated_alignment(file: BorrowedFd<'_>, device_block: u32) -> Option<(u32, u32
         return (memory.is_power_of_two() && offset.is_power_of_two()).then_some((memory, offset));
     }
     // On tmpfs direct and cached I/O are the same, at any offset.
-    if rustix::fs::fstatfs(file).is_ok_and(|fs| fs.f_type == TMPFS) {
+    if system_type == Some(libc::TMPFS_MAGIC) {
         return Some((1, 1));
     }
     let from = device_block.max(512);
@@ -418,4 +429,18 @@ fn is_read_only(device: BorrowedFd<'_>) -> bool {
     // SAFETY: the question writes one int, which `protected` is.
     let asked = unsafe { libc::ioctl(device.as_raw_fd(), BLKROGET, &raw mut protected) };
     asked == 0 && protected != 0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn where_the_name_of_a_block_device_is_says_nothing_of_its_data() {
+        let name = std::fs::File::open("/dev/null").unwrap();
+        let as_file = system_type(name.as_fd(), false);
+        assert!(as_file.is_some());
+        assert_eq!(system_type(name.as_fd(), true), None);
+        assert_eq!(threaded_bytes(None), u64::MAX);
+    }
 }
