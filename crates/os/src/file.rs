@@ -167,8 +167,7 @@ struct SharedFile {
     write_through: bool,
     counters: FileCounters,
     is_block_device: bool,
-    /// From so many bytes on a thread of the kernel does a read, another one for each; `u64::MAX`: none does.
-    threaded_bytes: u64,
+    threads: Threads,
     /// Learned from refusals, since asking would take changing the file.
     no_trim: AtomicBool,
     no_punch: AtomicBool,
@@ -180,6 +179,21 @@ struct SharedFile {
     syncs: Option<Syncs>,
     /// Source of zeroes where the file has no operation for them. Never written, so it takes no memory.
     zeroes: Arc<Region>,
+}
+
+/// Reads and writes that are left to threads of the kernel, each to another one. It gives them others by itself where
+/// it says that it would have to wait.
+#[derive(Clone, Copy, Debug)]
+struct Threads {
+    /// Shortest read that is.
+    read_bytes: u64,
+    /// Whether all writes are.
+    writes: bool,
+}
+
+impl Threads {
+    const NONE: Threads = Threads { read_bytes: u64::MAX, writes: false };
+    const ALL: Threads = Threads { read_bytes: 0, writes: true };
 }
 
 impl SharedFile {

@@ -1,4 +1,5 @@
-//! A file system of this process, whose server answers the requests for opening a file, and others as the test wants.
+//! A file system of this process with one file, which reads as zeroes and forgets what is written. Its server answers
+//! as the test wants.
 //!
 //! Dropping it ends all pending requests with an error.
 
@@ -7,6 +8,7 @@ use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
 
@@ -15,10 +17,14 @@ const LOOKUP: u32 = 1;
 const FORGET: u32 = 2;
 const GETATTR: u32 = 3;
 const OPEN: u32 = 14;
+const READ: u32 = 15;
+const WRITE: u32 = 16;
 pub const STATFS: u32 = 17;
 const RELEASE: u32 = 18;
+const FSYNC: u32 = 20;
 pub const FLUSH: u32 = 25;
 const INIT: u32 = 26;
+const FALLOCATE: u32 = 43;
 const NOT_THERE: i32 = -38;
 
 /// Bytes of the only file.
@@ -28,6 +34,7 @@ pub const FILE_BYTES: u64 = 1 << 20;
 pub struct Fuse {
     device: Option<Arc<File>>,
     folder: PathBuf,
+    hangs: Arc<AtomicBool>,
 }
 
 impl Fuse {
@@ -50,6 +57,8 @@ impl Fuse {
         };
         // It has its own share of the device only while it answers, or dropping ours would not end it.
         let weak = Arc::downgrade(&device);
+        let hangs = Arc::new(AtomicBool::new(false));
+        let all = Arc::clone(&hangs);
         std::thread::spawn(move || {
             let mut bytes = vec![0; 1 << 18];
             loop {
@@ -60,10 +69,17 @@ impl Fuse {
                     continue;
                 }
                 let Ok(read) = (&*device).read(&mut bytes) else { return };
-                let _ = answer(&bytes[..read], silent).map(|answer| (&*device).write_all(&answer));
+                if !all.load(Ordering::Relaxed) {
+                    let _ = answer(&bytes[..read], silent).map(|answer| (&*device).write_all(&answer));
+                }
             }
         });
-        Some(Fuse { device: Some(device), folder: folder.into() })
+        Some(Fuse { device: Some(device), folder: folder.into(), hangs })
+    }
+
+    /// From now on it answers nothing.
+    pub fn hang(&self) {
+        self.hangs.store(true, Ordering::Relaxed);
     }
 
     /// Its file.
@@ -105,7 +121,10 @@ fn answer(request: &[u8], silent: &[u32]) -> Option<Vec<u8>> {
         GETATTR => [hour.to_vec(), words(&[0, 0]), attributes(node)].concat(),
         OPEN => vec![0; 16],
         STATFS => vec![0; 80],
-        RELEASE | FLUSH => Vec::new(),
+        // The length is behind the file's handle and the offset.
+        READ => vec![0; word(56) as usize],
+        WRITE => words(&[word(56), 0]),
+        RELEASE | FLUSH | FSYNC | FALLOCATE => Vec::new(),
         _ => return Some([words(&[16, NOT_THERE.cast_unsigned()]), request[8..16].to_vec()].concat()),
     };
     Some([words(&[16 + body.len() as u32, 0]), request[8..16].to_vec(), body].concat())

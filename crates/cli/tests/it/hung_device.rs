@@ -1,6 +1,7 @@
 //! A device that hangs, or is lost, beside others, in a daemon as a user starts it: whoever does not use it notices
 //! nothing.
 
+use std::fs::File;
 use std::path::Path;
 use std::process::Stdio;
 use std::time::Duration;
@@ -9,6 +10,7 @@ use blkyard_nvme::{Sqe, io};
 use rustix::process::Signal;
 
 use crate::common::{Daemon, Process, inspect, program, run, succeed, wait_until};
+use crate::fuse::Fuse;
 use crate::nvme_tcp::{HOST, NQN, free_address, pattern};
 use crate::tcp_host::TcpHost;
 
@@ -60,6 +62,48 @@ fn set_that_waits_for_a_hung_device_delays_nobody_else() {
     wait_until("the lanes can be set", || run(folder, &LANES).status.success());
     daemon.stop();
     drop(back_end);
+}
+
+/// A file whose server hangs, opened with these options, while there is I/O of this kind; beside a file of a disk on the
+/// same lane, which is then written and flushed.
+fn hang_a_file(options: &str, rw: &str, op: &str) {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    std::fs::create_dir(folder.join("mounted")).unwrap();
+    let Some(served) = Fuse::mount(&folder.join("mounted"), &[]) else { return };
+    File::create(folder.join("image")).unwrap().set_len(16 << 20).unwrap();
+    let hung = ["--device", &format!("mounted/file{options}"), "--export", "vhost-user-blk:s?queues=1"];
+    let other = ["--device", "image", "--export", "vhost-user-blk:t?queues=1"];
+    let daemon = Daemon::start(folder, &[&["--control", "c", "--lanes", "1"], &hung[..], &other].concat());
+    let load = ["bench", "vhost-user:s?timeout_s=600", "--rw", rw, "--iodepth", "32", "--runtime", "600"];
+    let load = Process::spawn(program(folder, &load).stdout(Stdio::null()).stderr(Stdio::null()));
+    let done = || inspect(folder, &[])["exports"][0]["queues"][0]["ops"][op]["ios"].as_u64();
+    wait_until("there is I/O", || done() > Some(0));
+    served.hang();
+    // All of its I/O hangs by now.
+    let mut before = done();
+    wait_until("the file hangs", || {
+        std::thread::sleep(Duration::from_millis(300));
+        let now = done();
+        let hangs = now == before;
+        before = now;
+        hangs
+    });
+    succeed(folder, &["bench", "vhost-user:t?timeout_s=5", "--rw", "randwrite", "--fsync", "1", "--runtime", "100ms"]);
+    // All that it has ends with an error.
+    drop(served);
+    drop(load);
+    daemon.stop();
+}
+
+#[test]
+fn file_whose_server_hangs_delays_no_other_on_its_lane() {
+    for (rw, op) in [("randread", "read"), ("randwrite", "write"), ("randtrim", "trim")] {
+        for options in ["", "?direct=off"] {
+            println!("{rw} {options}");
+            hang_a_file(options, rw, op);
+        }
+    }
 }
 
 /// Sleeps of the control thread of a daemon's exports so far.

@@ -21,7 +21,7 @@ use super::holder::living_holder;
 use super::lock::{Locked, lock};
 use super::passthrough;
 use super::place::{BOUNCES, ZEROES_BYTES};
-use super::{Direct, FileConfig, FileCounters, FileDevice, Mode, OpenError, SharedFile, Syncs};
+use super::{Direct, FileConfig, FileCounters, FileDevice, Mode, OpenError, SharedFile, Syncs, Threads};
 
 /// Largest logical block: the limit of virtio and its guests with pages of the usual size.
 const BLOCK_BYTES_MAX: u32 = 4096;
@@ -139,7 +139,7 @@ impl FileDevice {
             write_through: config.write_through,
             counters: FileCounters::default(),
             is_block_device: block_device,
-            threaded_bytes: threaded_bytes(system_type),
+            threads: threads(system_type),
             no_trim: AtomicBool::new(false),
             no_punch: AtomicBool::new(false),
             sync_failed: false.into(),
@@ -162,10 +162,15 @@ fn system_type(file: BorrowedFd<'_>, block_device: bool) -> Option<i64> {
 /// faster (docs/adr/0071).
 const THREADED_BYTES: u64 = 64 << 10;
 
-/// Shortest read of a file on such a file system that has a thread of the kernel of its own. The kernel has one thread
-/// copy all that a lane reads from memory, unless it is asked for more.
-fn threaded_bytes(system_type: Option<i64>) -> u64 {
-    if system_type == Some(libc::TMPFS_MAGIC) && has_cpus() { THREADED_BYTES } else { u64::MAX }
+/// What threads of the kernel do of the I/O of a file on such a file system.
+fn threads(system_type: Option<i64>) -> Threads {
+    match system_type {
+        // The kernel has one thread copy all that a lane reads, unless it is asked for more.
+        Some(libc::TMPFS_MAGIC) if has_cpus() => Threads { read_bytes: THREADED_BYTES, ..Threads::NONE },
+        // It waits for its server in the calling thread, although asked not to (docs/adr/0081).
+        Some(libc::FUSE_SUPER_MAGIC) => Threads::ALL,
+        _ => Threads::NONE,
+    }
 }
 
 /// Whether threads can copy beside one another.
@@ -441,6 +446,6 @@ mod tests {
         let as_file = system_type(name.as_fd(), false);
         assert!(as_file.is_some());
         assert_eq!(system_type(name.as_fd(), true), None);
-        assert_eq!(threaded_bytes(None), u64::MAX);
+        assert_eq!(threads(None).read_bytes, Threads::NONE.read_bytes);
     }
 }

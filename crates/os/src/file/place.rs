@@ -156,36 +156,38 @@ impl FileSlot {
         let at = self.offset + self.done;
         let left = self.len - self.done;
         let sync = if self.durable { libc::RWF_DSYNC } else { 0 };
-        let thread = if left < shared.threaded_bytes { squeue::Flags::empty() } else { squeue::Flags::ASYNC };
+        let flags = |threaded: bool| if threaded { squeue::Flags::ASYNC } else { squeue::Flags::empty() };
+        let read = flags(left >= shared.threads.read_bytes);
+        let write = flags(shared.threads.writes);
         match (self.step, self.data) {
             (FileStep::Read, Data::Fixed { address, buffer }) => {
                 let start = (address + self.done) as *mut u8;
-                opcode::ReadFixed::new(fd, start, left as u32, buffer).offset(at).build().flags(thread)
+                opcode::ReadFixed::new(fd, start, left as u32, buffer).offset(at).build().flags(read)
             }
             (FileStep::Read, Data::One { address }) => {
-                opcode::Read::new(fd, (address + self.done) as *mut u8, left as u32).offset(at).build().flags(thread)
+                opcode::Read::new(fd, (address + self.done) as *mut u8, left as u32).offset(at).build().flags(read)
             }
             (FileStep::Read, Data::Many { first, count }) => {
                 let vectors = vectors.wrapping_add(first.into());
-                opcode::Readv::new(fd, vectors, count.into()).offset(at).build().flags(thread)
+                opcode::Readv::new(fd, vectors, count.into()).offset(at).build().flags(read)
             }
             (FileStep::Write, Data::Fixed { address, buffer }) => {
                 let start = (address + self.done) as *const u8;
-                opcode::WriteFixed::new(fd, start, left as u32, buffer).offset(at).rw_flags(sync).build()
+                opcode::WriteFixed::new(fd, start, left as u32, buffer).offset(at).rw_flags(sync).build().flags(write)
             }
             (FileStep::Write, Data::One { address }) => {
                 let start = (address + self.done) as *const u8;
-                opcode::Write::new(fd, start, left as u32).offset(at).rw_flags(sync).build()
+                opcode::Write::new(fd, start, left as u32).offset(at).rw_flags(sync).build().flags(write)
             }
             (FileStep::Write, Data::Many { first, count }) => {
                 let vectors = vectors.wrapping_add(first.into());
-                opcode::Writev::new(fd, vectors, count.into()).offset(at).rw_flags(sync).build()
+                opcode::Writev::new(fd, vectors, count.into()).offset(at).rw_flags(sync).build().flags(write)
             }
             (FileStep::Zeroes, _) => {
                 let len = left.min(ZEROES_BYTES as u64) as u32;
                 let start =
                     shared.zeroes.span(0, len as usize).map_or(std::ptr::null(), |span| span.as_ptr().cast_const());
-                opcode::Write::new(fd, start, len).offset(at).rw_flags(sync).build()
+                opcode::Write::new(fd, start, len).offset(at).rw_flags(sync).build().flags(write)
             }
             (FileStep::Discard | FileStep::Punch | FileStep::PunchThenAllocate, _) => {
                 opcode::Fallocate::new(fd, self.len).offset(self.offset).mode(PUNCH).build()
@@ -358,7 +360,7 @@ mod tests {
             write_through: false,
             counters: super::super::FileCounters::default(),
             is_block_device: false,
-            threaded_bytes: u64::MAX,
+            threads: super::super::Threads::NONE,
             no_trim: false.into(),
             no_punch: false.into(),
             no_zero_range: false.into(),
