@@ -334,7 +334,7 @@ impl Submitter {
         way.ring(&|| clock.now_ns());
     }
 
-    /// Returns completed bios, without waiting, and their number.
+    /// Returns completed bios, without waiting, and their number. If `sink` panics, those behind are dropped.
     pub fn poll(&mut self, mut sink: impl FnMut(Box<Bio>)) -> usize {
         let Submitter { way, clock, .. } = self;
         way.poll(&|| clock.now_ns(), &mut sink)

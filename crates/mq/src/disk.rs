@@ -27,7 +27,7 @@ use blkyard_mem::sync::{AtomicBool, Ordering};
 
 use crate::map::{QueueCounts, QueueKind, QueueMaps};
 use crate::stats::HwStats;
-use crate::sw::{BatonOutcome, Ends, Member, POLLS_MAX, Places, QueueLocation, SharedHwQueue, rings};
+use crate::sw::{BatonOutcome, Ends, Member, POLLS_MAX, QueueLocation, SharedHwQueue, rings};
 use crate::{Bio, BioFlags, Context, Driver, HwQueue, Parker, Status, SwQueue};
 
 /// Creates hardware queues of a device, with the resources that their drivers need.
@@ -160,7 +160,7 @@ impl<F: QueueFactory> SharedDisk<F> {
         let submitter = |_| SharedSubmitter {
             ends: sw_queues.drain(..kinds.len()).collect(),
             end_of,
-            places: Places::new(places),
+            places,
             refused: Vec::with_capacity(places),
             frozen: Arc::clone(&frozen),
         };
@@ -315,7 +315,8 @@ pub struct SharedSubmitter<D, Cx> {
     ends: Vec<SwQueue<D, Cx>>,
     /// By kind: which of them serves it.
     end_of: [Option<usize>; 3],
-    places: Places,
+    /// Bios that it may have out, of all kinds together.
+    places: usize,
     /// Bios refused before they entered a ring, to be returned.
     refused: Vec<Box<Bio>>,
     /// The queues are being changed.
@@ -326,13 +327,13 @@ impl<D: Driver<Cx>, Cx: Context> SharedSubmitter<D, Cx> {
     /// How many more bios may be submitted before one comes back.
     #[inline]
     pub fn room(&self) -> usize {
-        self.places.room()
+        self.places - self.in_flight()
     }
 
     /// Bios submitted and not given back.
     #[inline]
     pub fn in_flight(&self) -> usize {
-        self.places.held()
+        self.refused.len() + self.ends.iter().map(SwQueue::in_flight).sum::<usize>()
     }
 
     /// Adds a bio to this thread's plug, for a queue of its kind; it becomes visible with [`SharedSubmitter::ring`]. It
@@ -344,7 +345,7 @@ impl<D: Driver<Cx>, Cx: Context> SharedSubmitter<D, Cx> {
     /// Without [room](SharedSubmitter::room): the caller needs a free slot before it creates a request.
     #[inline]
     pub fn submit(&mut self, bio: Box<Bio>) {
-        self.places.hold();
+        assert!(self.room() > 0, "a bio was submitted without a place");
         let kind = QueueKind::of(bio.op, bio.flags.contains(BioFlags::POLLED));
         match self.end_of[kind as usize] {
             Some(_) if bio.flags.contains(BioFlags::NOWAIT) && self.frozen.load(Ordering::Relaxed) => {
@@ -375,7 +376,6 @@ impl<D: Driver<Cx>, Cx: Context> SharedSubmitter<D, Cx> {
         for end in &mut self.ends {
             ended += end.poll(clock, sink);
         }
-        self.places.free(ended);
         ended
     }
 
@@ -384,17 +384,15 @@ impl<D: Driver<Cx>, Cx: Context> SharedSubmitter<D, Cx> {
     ///
     /// A thread with bios in flight on a poll queue does not sleep: it polls, and yields the CPU now and then.
     pub fn wait(&mut self, clock: &impl Fn() -> u64, sink: &mut impl FnMut(Box<Bio>)) -> usize {
-        let mut ended = self.give_back_refused(sink);
-        if ended == 0 {
-            let mut busy = self.ends.iter_mut().filter(|end| end.in_flight() > 0);
-            ended = match (busy.next(), busy.next()) {
-                (None, _) => 0,
-                (Some(end), None) => end.wait(clock, sink),
-                _ => self.wait_for_any(clock, sink),
-            };
+        if !self.refused.is_empty() {
+            return self.give_back_refused(sink);
         }
-        self.places.free(ended);
-        ended
+        let mut busy = self.ends.iter_mut().filter(|end| end.in_flight() > 0);
+        match (busy.next(), busy.next()) {
+            (None, _) => 0,
+            (Some(end), None) => end.wait(clock, sink),
+            _ => self.wait_for_any(clock, sink),
+        }
     }
 
     /// Leaves: waits until all bios of this thread are given back. The same holds as for [`SwQueue::leave`].
@@ -420,15 +418,11 @@ impl<D: Driver<Cx>, Cx: Context> SharedSubmitter<D, Cx> {
         self.ring(clock);
         let mut lies = [false; 3];
         loop {
-            let mut ended = 0;
-            for end in &mut self.ends {
-                ended += end.drain(sink);
-            }
-            if ended > 0 {
+            if self.ends.iter_mut().any(SwQueue::has_completed) {
                 // Also after a completion: an owner that served us before it saw our announcement would record us as
-                // asleep after.
+                // asleep after. Before `sink` is called, which may panic.
                 self.ends.iter_mut().zip(lies).filter(|(_, lies)| *lies).for_each(|(end, _)| end.unpark(clock));
-                return ended;
+                return self.ends.iter_mut().map(|end| end.drain(sink)).sum();
             }
             let (mut again, mut closed) = (false, None);
             // Where this thread keeps watch: nowhere, at one queue, or at several; and until when.

@@ -69,7 +69,8 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 use crate::stats::HwStats;
 use crate::{Bio, Budget, BudgetError, DeviceInfo, Driver, HwQueue, Wake};
-pub(crate) use ends::{Ends, Member, Places, rings};
+use ends::Places;
+pub(crate) use ends::{Ends, Member, rings};
 use shared::Why;
 pub(crate) use shared::{BatonOutcome, SharedHwQueue};
 
@@ -364,11 +365,14 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
         self.turn(Why::Up, clock);
     }
 
+    /// Whether a bio is to be returned.
+    pub(crate) fn has_completed(&mut self) -> bool {
+        !self.ends.is_empty()
+    }
+
     #[inline]
     pub(crate) fn drain(&mut self, sink: &mut impl FnMut(Box<Bio>)) -> usize {
-        let ended = self.ends.drain(sink);
-        self.places.free(ended);
-        ended
+        self.ends.drain(&mut self.places, sink)
     }
 
     /// Goes to the baton, and runs the queue if it is free.

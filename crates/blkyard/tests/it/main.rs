@@ -5,6 +5,7 @@
 
 mod any_bio;
 mod no_alloc;
+mod panics;
 
 /// Counts the allocations of each thread.
 #[global_allocator]

@@ -46,16 +46,17 @@ impl Ends {
         self.own.is_empty() && self.cq.is_empty()
     }
 
-    /// Returns all completed bios, and their number.
+    /// Returns all completed bios, and their number. Ring and slots are free before the first call of `sink`, which may
+    /// panic: then the other bios are dropped.
     #[inline]
-    pub(super) fn drain(&mut self, sink: &mut impl FnMut(Box<Bio>)) -> usize {
-        let mut ended = self.own.len();
-        self.own.drain(..).for_each(&mut *sink);
+    pub(super) fn drain(&mut self, places: &mut Places, sink: &mut impl FnMut(Box<Bio>)) -> usize {
         while let Some(bio) = self.cq.pop() {
-            ended += 1;
-            sink(bio);
+            self.own.push(bio);
         }
         self.cq.release();
+        let ended = self.own.len();
+        places.free(ended);
+        self.own.drain(..).for_each(sink);
         ended
     }
 }
