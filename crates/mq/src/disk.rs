@@ -385,6 +385,7 @@ impl<D: Driver<Cx>, Cx: Context> SharedSubmitter<D, Cx> {
     /// A thread with bios in flight on a poll queue does not sleep: it polls, and yields the CPU now and then.
     pub fn wait(&mut self, clock: &impl Fn() -> u64, sink: &mut impl FnMut(Box<Bio>)) -> usize {
         if !self.refused.is_empty() {
+            self.ring(clock);
             return self.give_back_refused(sink);
         }
         let mut busy = self.ends.iter_mut().filter(|end| end.in_flight() > 0);

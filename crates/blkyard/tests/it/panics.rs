@@ -60,3 +60,22 @@ fn a_panic_of_the_closure_that_takes_bios_loses_no_room() {
         }
     }
 }
+
+#[test]
+fn wait_dispatches_bios_also_if_another_was_refused() {
+    within_a_minute(|| {
+        let queues = QueueCounts::only(1);
+        let config = DiskConfig { threads: 1, depth: DEPTH, buffer_bytes: 4096, queues };
+        let mut disk = Disk::open("null:1M", config).unwrap();
+        let stats = disk.queues().stats();
+        disk.run(|queue| {
+            queue.submit(read(queue, 0, BioFlags::POLLED));
+            queue.submit(read(queue, 1, BioFlags::empty()));
+            let mut statuses = Vec::new();
+            assert!(queue.wait(|bio| statuses.push(bio.status)) > 0);
+            assert_eq!(statuses[0], Status::NotSupported, "there are no poll queues");
+            let dispatched = stats[0].1.snapshot().ops.iter().map(|op| op.ios).sum::<u64>();
+            assert_eq!(dispatched, 1);
+        });
+    });
+}
