@@ -39,7 +39,7 @@ use blkyard_os::{Clock, Ring, RingConfig, RingError, RingParker, cpu_places};
 use crate::rate::take_own_rate;
 use crate::scheduler::take_device_scheduler;
 use crate::spec::Spec;
-use crate::{Device, DeviceError, DeviceQueue, DiskBuffers};
+use crate::{Device, DeviceError, DeviceQueue, DiskBuffers, DiskQueues};
 
 /// Why a disk cannot be opened, or have other queues.
 #[derive(Debug, thiserror::Error)]
@@ -199,10 +199,10 @@ impl Disk {
         &self.info
     }
 
-    /// Its queues: how many there are, their counters; and to change how many there are. A clone can do so while
-    /// threads [run](Disk::run).
-    pub fn queues(&self) -> &Arc<blkyard_mq::SharedDisk<Queues<Arc<Device>>>> {
-        &self.queues
+    /// Its queues: how many there are, their counters; and to change how many there are, also while threads
+    /// [run](Disk::run).
+    pub fn queues(&self) -> DiskQueues {
+        DiskQueues::new(&self.queues)
     }
 
     /// Registers further buffers, and unregisters them, also while threads [run](Disk::run).
@@ -513,8 +513,7 @@ mod tests {
         }
         // Queues that are made later know it, too.
         for disk in &mut disks {
-            let clock = Clock::new();
-            disk.queues().set_queues(QueueCounts::only(1), &|| clock.now_ns()).unwrap();
+            disk.queues().set(QueueCounts::only(1)).unwrap();
             let statuses = disk.run(|queue| one(queue, bio_of(Op::Read, 8, buffer.segment(0, 4096))));
             assert_eq!(statuses, [Status::Ok; 2]);
             disk.buffers().unregister(&buffer);
@@ -634,13 +633,12 @@ mod tests {
     #[test]
     fn queues_can_be_more_or_fewer_while_threads_run_and_never_more_than_threads() {
         let mut disk = Disk::open("ram:1M", small(3)).unwrap();
-        let queues = Arc::clone(disk.queues());
-        assert_eq!(queues.queues(), QueueCounts::only(2));
+        let queues = disk.queues();
+        assert_eq!(queues.counts(), QueueCounts::only(2));
         let changing = AtomicBool::new(true);
         let done = disk.run(|queue| {
             if queue.number() == 0 {
-                let clock = Clock::new();
-                let set = |count| queues.set_queues(QueueCounts::only(count), &|| clock.now_ns()).unwrap();
+                let set = |count| queues.set(QueueCounts::only(count)).unwrap();
                 (0..20)
                     .for_each(|round| assert_eq!(set([9, 1, 2][round % 3]), QueueCounts::only([3, 1, 2][round % 3])));
                 changing.store(false, Relaxed);

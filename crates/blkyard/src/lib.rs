@@ -19,6 +19,7 @@ mod buffers;
 mod device;
 mod devices;
 mod disk;
+mod queues;
 
 /// The words of the queue core that a program needs.
 pub use blkyard_attach::Connector;
@@ -33,3 +34,4 @@ pub use device::{
 };
 pub use devices::put_path_rules;
 pub use disk::{Disk, DiskConfig, DiskError, Meet, Queues, Submitter, queue_depth};
+pub use queues::DiskQueues;

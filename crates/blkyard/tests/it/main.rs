@@ -6,6 +6,7 @@
 mod any_bio;
 mod no_alloc;
 mod panics;
+mod queues;
 
 /// Counts the allocations of each thread.
 #[global_allocator]
