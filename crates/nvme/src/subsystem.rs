@@ -43,7 +43,7 @@ pub struct SubsystemOptions {
     pub auth: Option<HostSecrets>,
     /// Properties of its I/O controllers. The controller identifier is that of the first one.
     pub controller: ControllerOptions,
-    /// Maximum associations.
+    /// Maximum associations; those with the discovery service, which is open to all, are counted apart.
     pub controllers_max: u16,
     /// Maximum entries of an admin queue.
     pub admin_entries: u16,
@@ -265,7 +265,7 @@ impl FabricsSubsystem {
     ) -> Result<Connected, ConnectRefusal> {
         let first = self.options.controller.controller_id;
         let id = if data.controller_id == ANY_CONTROLLER {
-            if self.associations.len() >= usize::from(self.options.controllers_max) {
+            if self.is_full(is_discovery) {
                 return Err(fabrics_status::CONTROLLER_BUSY.into());
             }
             let ids = FabricsSubsystem::CONTROLLER_IDS;
@@ -284,9 +284,7 @@ impl FabricsSubsystem {
                     return Ok(Connected::Replaces(id));
                 }
                 Some(_) => return Err(fabrics_status::CONTROLLER_BUSY.into()),
-                None if self.associations.len() >= usize::from(self.options.controllers_max) => {
-                    return Err(fabrics_status::CONTROLLER_BUSY.into());
-                }
+                None if self.is_full(is_discovery) => return Err(fabrics_status::CONTROLLER_BUSY.into()),
                 None => id,
             }
         };
@@ -309,6 +307,12 @@ impl FabricsSubsystem {
         let instance = self.options.instance_seed.map(|seed| instance(id, seed, self.instances));
         let (options, namespaces) = self.controller_options(id, log, instance);
         Controller::over_fabrics(options, namespaces, keep_alive_ms, now_ns)
+    }
+
+    /// Whether there is no room for another association, with the discovery service or with the subsystem.
+    fn is_full(&self, is_discovery: bool) -> bool {
+        let same = self.associations.values().filter(|association| association.is_discovery == is_discovery);
+        same.count() >= usize::from(self.options.controllers_max)
     }
 
     fn is_allowed(&self, host: &Nqn) -> bool {
@@ -371,7 +375,7 @@ impl FabricsSubsystem {
         for one in &saved.associations {
             let host = Nqn::new(&one.host).ok_or(SnapshotError::Invalid("the name of a host"))?;
             let is_id = (first..first + FabricsSubsystem::CONTROLLER_IDS).contains(&one.id);
-            if !is_id || self.associations.len() >= usize::from(self.options.controllers_max) {
+            if !is_id || self.is_full(one.discovery.is_some()) {
                 return Err(SnapshotError::Invalid("other controller identifiers"));
             }
             let log = one.discovery.clone().map(Arc::new);

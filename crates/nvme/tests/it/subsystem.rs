@@ -272,6 +272,22 @@ fn discovery_controller_has_the_log() {
 }
 
 #[test]
+fn discovery_service_takes_no_association_from_hosts() {
+    let mut target = subsystem(Some(vec![nqn(HOST)]));
+    let discover = |target: &mut FabricsSubsystem| {
+        target.connect(&command(0, 31), &data(DISCOVERY_NQN, "nqn.stranger", ANY_CONTROLLER), 0)
+    };
+    (0..3).for_each(|_| _ = admin_id(discover(&mut target)));
+    assert_eq!(discover(&mut target).unwrap_err(), fabrics_status::CONTROLLER_BUSY.into());
+    (0..3).for_each(|_| _ = admin_id(connect(&mut target, HOST, ANY_CONTROLLER)));
+    assert_eq!(connect(&mut target, HOST, ANY_CONTROLLER).unwrap_err(), fabrics_status::CONTROLLER_BUSY.into());
+    // All of them are handed over.
+    let mut other = subsystem(Some(vec![nqn(HOST)]));
+    other.restore(&target.snapshot().unwrap()).unwrap();
+    assert_eq!(other.associations().count(), 6);
+}
+
+#[test]
 fn a_host_that_may_not_connect_is_shown_no_subsystem() {
     let mut target = subsystem(Some(vec![]));
     let connected = target.connect(&command(0, 31), &data(DISCOVERY_NQN, HOST, ANY_CONTROLLER), 0);
