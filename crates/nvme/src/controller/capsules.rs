@@ -200,10 +200,11 @@ impl Controller {
         self.capsules.is_some() && self.serves_until_ns() <= now_ns
     }
 
-    /// The association has ended: no queue executes a further command, whatever its owner does. Returns when its host
-    /// could know of that, ns: not later than its keep-alive timer ends.
+    /// The association has ended: no queue executes a further command, whatever its owner does, and none is connected.
+    /// Returns when its host could know of that, ns: not later than its keep-alive timer ends.
     pub fn end_service(&mut self, now_ns: u64) -> u64 {
         self.tell_queues(0);
+        self.capsules.iter_mut().for_each(|capsules| capsules.set_open(false));
         let expired_ns = self.capsules.as_ref().and_then(|capsules| capsules.expired_ns);
         expired_ns.or(self.keep_alive_until_ns).map_or(now_ns, |until_ns| until_ns.min(now_ns))
     }

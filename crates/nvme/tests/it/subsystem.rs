@@ -288,6 +288,16 @@ fn discovery_service_takes_no_association_from_hosts() {
 }
 
 #[test]
+fn association_that_has_ended_connects_no_io_queue() {
+    let (mut target, id) = associated();
+    let io = |target: &mut FabricsSubsystem, qid| target.connect(&command(qid, 31), &data(SUBSYSTEM, HOST, id), 0);
+    assert!(matches!(io(&mut target, 1), Ok(Connected::Io(FIRST_ID, _))));
+    // Its first queue drains.
+    target.association(id).unwrap().controller.end_service(0);
+    assert_eq!(io(&mut target, 2).unwrap_err(), NvmeStatus::COMMAND_SEQUENCE.with_dnr().into());
+}
+
+#[test]
 fn a_host_that_may_not_connect_is_shown_no_subsystem() {
     let mut target = subsystem(Some(vec![]));
     let connected = target.connect(&command(0, 31), &data(DISCOVERY_NQN, HOST, ANY_CONTROLLER), 0);
