@@ -1,7 +1,8 @@
 //! A host with its admin connection: what an association and a look at a discovery service have in common.
 //!
 //! Owned by one thread, which calls [`AdminConnection::receive`] when the socket or the eventfd has something and at
-//! deadlines, then sends and takes events until there are none.
+//! deadlines, then sends and takes events until there are none. A receive takes a bounded part of what has come, so that
+//! a target that sends without end does not keep it from its deadlines.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -37,7 +38,7 @@ pub(super) struct AdminConnection {
 }
 
 impl AdminConnection {
-    /// `wake` is signalled when an attempt to connect has ended.
+    /// `wake` is signalled when an attempt to connect has ended, and when bytes are left of which the socket does not tell.
     pub(super) fn new(
         config: FabricsHostConfig,
         address: String,
@@ -84,11 +85,8 @@ impl AdminConnection {
     /// Takes what has come: the outcome of a connect, and bytes.
     pub(super) fn receive(&mut self, now_ns: u64) {
         self.look_at_attempt(now_ns);
-        let mut receives = 0;
-        while let Some(stream) = &mut self.stream
-            && (receives < RECEIVES_MAX || stream.has_more())
-        {
-            receives += 1;
+        for _ in 0..RECEIVES_MAX {
+            let Some(stream) = &mut self.stream else { return };
             let association = stream.association;
             let (bytes, mut state) = stream.receive();
             if bytes.is_empty() && state == AdminStreamState::Open {
@@ -104,6 +102,9 @@ impl AdminConnection {
                 self.host.admin_lost(association, now_ns);
                 return self.host.admin_closed(association, now_ns);
             }
+        }
+        if self.stream.as_ref().is_some_and(AdminStream::has_more) {
+            self.wake.signal();
         }
     }
 
@@ -182,5 +183,81 @@ impl AdminConnection {
             let attempt = self.connector.begin(&self.address, self.connect_max, &self.wake);
             self.attempt = Some((association, attempt));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{self, Read, Write};
+    use std::os::fd::BorrowedFd;
+
+    use blkyard_nvme::fabrics::{DISCOVERY_NQN, Nqn};
+
+    use super::*;
+    use crate::nvme_tcp::admin_stream::AdminSocket;
+
+    /// A target that sends without end, of which no descriptor tells.
+    #[derive(Debug)]
+    struct Flood {
+        reads: usize,
+    }
+
+    impl Read for Flood {
+        fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+            self.reads += 1;
+            assert!(self.reads <= RECEIVES_MAX, "it is read without end");
+            Ok(bytes.len())
+        }
+    }
+
+    impl Write for Flood {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    impl AdminSocket for Flood {
+        fn peer(&self) -> io::Result<SocketAddr> {
+            Ok(([127, 0, 0, 1], 4420).into())
+        }
+
+        fn descriptor(&self) -> Option<BorrowedFd<'_>> {
+            None
+        }
+
+        fn has_more(&self) -> bool {
+            true
+        }
+
+        fn finish(&mut self) {}
+    }
+
+    impl AdminConnector for Flood {
+        fn begin(&self, _: &str, _: Duration, _: &Arc<EventFd>) -> Box<dyn AdminAttempt> {
+            Box::new(Flood { reads: 0 })
+        }
+    }
+
+    impl AdminAttempt for Flood {
+        fn outcome(&mut self) -> Option<Result<Box<dyn AdminSocket>, String>> {
+            Some(Ok(Box::new(Flood { reads: 0 })))
+        }
+    }
+
+    #[test]
+    fn target_that_sends_without_end_is_read_in_parts() {
+        let [host, discovery] = ["nqn.host", DISCOVERY_NQN].map(|name| Nqn::new(name).unwrap());
+        let config = FabricsHostConfig::new(host, [7; 16], discovery);
+        let wake = Arc::new(EventFd::new().unwrap());
+        let mut admin = AdminConnection::new(config, String::new(), Box::new(Flood { reads: 0 }), Arc::clone(&wake));
+        admin.host.start(0);
+        assert_eq!(admin.next_event(0), None);
+        admin.receive(0);
+        // What is left has no descriptor: the owner is not to sleep.
+        assert!(wake.take());
     }
 }
