@@ -1,10 +1,10 @@
 //! Threads that run steps that may block.
 //!
 //! A few threads are started as steps arrive. When a step has waited for a thread for longer than [`GRACE`], more are
-//! started: as many as are blocked, at least one, at most one for each waiting step. The number of threads thus grows
-//! by a factor while steps block, and `n` blocked steps delay the others by `GRACE` times the logarithm of `n`. The
-//! number of threads never exceeds the number of steps plus a few. An idle thread ends, except for the last one, so
-//! that steps run although the system has no more threads.
+//! started: as many as are blocked, at least one, at most one for each step without a free thread. The number of
+//! threads thus grows by a factor while steps block, and `n` blocked steps delay the others by `GRACE` times the
+//! logarithm of `n`. The number of threads never exceeds the number of steps plus a few. An idle thread ends, except
+//! for the last one, so that steps run although the system has no more threads.
 //!
 //! The content of a step is unknown here.
 
@@ -133,7 +133,10 @@ impl WorkerPool {
         }
         // The next check is due after the same interval.
         state.waiting.iter_mut().for_each(|(_, since)| *since = now);
-        let more = state.blocked.clamp(1, state.waiting.len());
+        // A thread that is idle or new takes a step, and only waits for a CPU.
+        let free = state.threads - state.blocked - state.recent;
+        let short = state.waiting.len().saturating_sub(free);
+        let more = state.blocked.max(1).min(short);
         state.looks += 1;
         state.blocked += std::mem::take(&mut state.recent);
         drop(state);
@@ -232,6 +235,27 @@ mod tests {
         std::thread::sleep(IDLE_TIME * 3 / 2);
         assert_eq!(pool.shared.state().threads, 1);
         pool.close();
+    }
+
+    /// Under load an idle thread may get no CPU for longer than that. Another one would get none either.
+    #[test]
+    fn late_step_starts_no_thread_while_one_is_idle() {
+        let mut pool = WorkerPool { shared: Arc::default(), is_told: false };
+        {
+            let mut state = pool.shared.state();
+            (state.threads, state.idle) = (1, 1);
+            state.waiting.push_back((Box::new(|| {}), Instant::now()));
+        }
+        let now = Instant::now();
+        for look in 1..=10 {
+            pool.look(now + GRACE * look);
+            assert!(pool.deadline() > Some(now + GRACE * look), "the next check is later");
+        }
+        assert_eq!(pool.shared.state().threads, 1);
+        // A second step has no thread.
+        pool.shared.state().waiting.push_back((Box::new(|| {}), now));
+        pool.look(now + GRACE * 20);
+        assert_eq!(pool.shared.state().threads, 2);
     }
 
     #[test]
