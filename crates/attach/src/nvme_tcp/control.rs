@@ -314,6 +314,7 @@ impl TcpControl {
             FabricsHostEvent::Failed(error) => {
                 self.has_failed = true;
                 self.set_connection(ConnectionState::Dead);
+                self.shared.peer.give_up(error);
                 self.note_loss(error.to_string());
                 let cure = "open the device again, as a takeover does";
                 tracing::error!("{}: {error}: given up, all I/O fails; {cure}", self.config.name);

@@ -6,12 +6,12 @@
 //!
 //! On the control threads alone.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, OnceLock, PoisonError};
 
 use blkyard_mem::Mailbox;
 use blkyard_mq::FenceEvidence;
-use blkyard_nvme::ControllerInstance;
 use blkyard_nvme::fabrics::Nqn;
+use blkyard_nvme::{ControllerInstance, FabricsHostError};
 use blkyard_sys::EventFd;
 
 use crate::nvme_tcp::control::TcpControl;
@@ -26,6 +26,7 @@ pub struct TcpPeer {
     messages: Mailbox<PeerMessage>,
     /// Wakes the control thread.
     wake: Arc<EventFd>,
+    given_up: OnceLock<FabricsHostError>,
 }
 
 /// A message for the control thread of an association.
@@ -38,8 +39,19 @@ pub(super) enum PeerMessage {
 }
 
 impl TcpPeer {
-    pub(super) fn new(subsystem: Nqn, wake: Arc<EventFd>) -> TcpPeer {
-        TcpPeer { subsystem, messages: Mailbox::default(), wake }
+    /// Of an association with this subsystem, whose control thread is woken by `wake`.
+    pub fn new(subsystem: Nqn, wake: Arc<EventFd>) -> TcpPeer {
+        TcpPeer { subsystem, messages: Mailbox::default(), wake, given_up: OnceLock::new() }
+    }
+
+    /// Why the association was given up; unset unless it was.
+    pub fn given_up(&self) -> Option<FabricsHostError> {
+        self.given_up.get().copied()
+    }
+
+    /// Notes that the association was given up for this reason.
+    pub fn give_up(&self, why: FabricsHostError) {
+        let _ = self.given_up.set(why);
     }
 
     /// Whether both are of one subsystem, so that a controller of one can have one of the other reset.

@@ -1,8 +1,8 @@
 //! `nvme-discover://HOST:PORT/NQN`: a namespace of an NVMe subsystem at all ports that discovery services name.
 //!
 //! The services are asked when the device is opened, which then is a [`multipath`] device over NVMe/TCP, also over a
-//! single port. They are asked again at intervals: ports that they name later are given to spare paths, which the
-//! device has from the start.
+//! single port. They are asked again at intervals: ports that they name later, or again after their path was given up,
+//! are given to spare paths, which the device has from the start.
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::Duration;
 
-use blkyard_attach::{AttachError, TcpSparePath, WalkedServices, walk_discovery_services};
+use blkyard_attach::{AttachError, TcpPeer, TcpSparePath, WalkedServices, walk_discovery_services};
 use blkyard_mpath::PATHS_MAX;
 use blkyard_nvme::fabrics::{DISCOVERY_NQN, Nqn};
 use blkyard_nvme::{DISCOVERY_PORT, DiscoveryEntry, DiscoveryKind, FabricsHostConfig};
@@ -56,10 +56,10 @@ fn open(mut spec: Spec, _: Option<MakeConnector<'_>>) -> Result<Device, DeviceEr
     let paths = ports.iter().map(path).collect::<Result<_, _>>()?;
     let spares = if interval_s > 0 { SPARES_MAX.min(PATHS_MAX - ports.len()) } else { 0 };
     let name = spec.address();
-    multipath::open_over(spec, paths, spares, |spares, end| {
+    multipath::open_over(spec, paths, spares, |spares, peers, end| {
         let interval = Duration::from_secs(interval_s);
-        let watch =
-            PortWatch { name, service, subsystem, config, clock, known: ports, spares: spares.into(), warnings };
+        let (known, spares) = (ports, spares.into());
+        let watch = PortWatch { name, service, subsystem, config, clock, known, peers, spares, warnings };
         watch.start(interval, end)
     })
 }
@@ -73,8 +73,10 @@ struct PortWatch {
     subsystem: Nqn,
     config: FabricsHostConfig,
     clock: Arc<dyn TimeSource>,
-    /// Ports that have a path.
+    /// Ports that have got a path.
     known: Vec<SocketAddr>,
+    /// Associations of their paths, and then of those without a port.
+    peers: Vec<Arc<TcpPeer>>,
     /// Those without a port.
     spares: VecDeque<TcpSparePath>,
     /// Warnings of the last time. The same ones are not logged again.
@@ -108,7 +110,10 @@ impl PortWatch {
     }
 
     fn use_port(&mut self, port: SocketAddr) -> bool {
-        if self.known.contains(&port) {
+        // A path that the target refused would be refused again.
+        let is_over = |peer: &TcpPeer| peer.given_up().is_some_and(|why| !why.is_final());
+        let is_in_use = |(known, peer): (&SocketAddr, &Arc<TcpPeer>)| *known == port && !is_over(peer);
+        if self.known.iter().zip(&self.peers).any(is_in_use) {
             return true;
         }
         let Some(spare) = self.spares.pop_front() else {
@@ -159,8 +164,9 @@ fn unnamed(spec: &Spec, service: &str, subsystem: &Nqn, named: &[DiscoveryEntry]
 
 #[cfg(test)]
 mod tests {
-    use blkyard_nvme::SecureChannel;
     use blkyard_nvme::fabrics::ANY_CONTROLLER;
+    use blkyard_nvme::{FabricsHostError, SecureChannel};
+    use blkyard_sys::EventFd;
 
     use super::*;
 
@@ -193,23 +199,44 @@ mod tests {
         assert_eq!(ports, [3, 2]);
     }
 
-    #[test]
-    fn watch_ends_with_the_first_port_that_finds_no_spare_path() {
+    /// A watch of this port's path, with no spare path, and the association of that path.
+    fn watch_of(known: SocketAddr) -> (PortWatch, Arc<TcpPeer>) {
         let [host, subsystem] = ["nqn.x:host", "nqn.x:disk"].map(|name| Nqn::new(name).unwrap());
         let discovery = Nqn::new(DISCOVERY_NQN).unwrap();
-        let [known, new]: [SocketAddr; 2] = ["192.0.2.1:4420", "192.0.2.2:4420"].map(|port| port.parse().unwrap());
-        let mut watch = PortWatch {
+        let peer = Arc::new(TcpPeer::new(subsystem.clone(), Arc::new(EventFd::new().unwrap())));
+        let watch = PortWatch {
             name: "nvme-discover:test".into(),
             service: "192.0.2.1:8009".into(),
             subsystem,
             config: FabricsHostConfig::new(host, [7; 16], discovery),
             clock: Arc::new(SystemClock),
             known: vec![known],
+            peers: vec![Arc::clone(&peer)],
             spares: VecDeque::new(),
             warnings: vec![],
         };
+        (watch, peer)
+    }
+
+    #[test]
+    fn watch_ends_with_the_first_port_that_finds_no_spare_path() {
+        let [known, new]: [SocketAddr; 2] = ["192.0.2.1:4420", "192.0.2.2:4420"].map(|port| port.parse().unwrap());
+        let (mut watch, _) = watch_of(known);
         assert_eq!([known, new].map(|port| watch.use_port(port)), [true, false]);
         assert_eq!(watch.known, [known]);
+    }
+
+    #[test]
+    fn port_whose_path_was_given_up_wants_a_spare_path() {
+        use FabricsHostError::{NoCommandSet, Unreachable};
+        let known = "192.0.2.1:4420".parse().unwrap();
+        for (why, is_in_use) in [(Unreachable, false), (NoCommandSet, true)] {
+            let (mut watch, peer) = watch_of(known);
+            assert!(watch.use_port(known));
+            peer.give_up(why);
+            // No spare path is left.
+            assert_eq!(watch.use_port(known), is_in_use, "{why:?}");
+        }
     }
 
     #[test]

@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::ScopedJoinHandle;
 
-use blkyard_attach::{AcceptNamespace, AttachError, TcpSparePath};
+use blkyard_attach::{AcceptNamespace, AttachError, TcpPeer, TcpSparePath};
 use blkyard_mem::{DmaDomain, PAGE_BYTES, Region};
 use blkyard_mpath::{
     HedgeConfig, MultipathQueue, MultipathSettings, MultipathStats, PATHS_MAX, PathCounters, PathMonitor, PathRules,
@@ -43,7 +43,7 @@ fn open(spec: Spec, _: Option<MakeConnector<'_>>) -> Result<Device, DeviceError>
         return Err(wrong("it has too many paths", &format!("name at most {PATHS_MAX}")).into());
     }
     let paths = paths.into_iter().map(Spec::parse).collect::<Result<_, _>>()?;
-    open_over(spec, paths, 0, |_, _| Ok(()))
+    open_over(spec, paths, 0, |_, _, _| Ok(()))
 }
 
 /// Sets the rules by which paths are chosen in a device's name, as they would be given there.
@@ -52,13 +52,13 @@ pub fn put_path_rules(spec: &mut Spec, rules: PathRules) {
     spec.put("hedged_reads", rules.hedged_reads.map(|_| "on"));
 }
 
-/// Opens one disk over these paths, and so many spare ones, which `watch` gets with the end of their device: when the
-/// sender is dropped. The options of the disk's name are those of several paths, and of each path.
+/// Opens one disk over these paths, and so many spare ones. `watch` gets the spare ones, the associations of all, the
+/// spare ones last, and the end of their device: when the sender is dropped. The options of the disk's name are those of several paths, and of each path.
 pub(super) fn open_over(
     mut spec: Spec,
     mut paths: Vec<Spec>,
     spares: usize,
-    watch: impl FnOnce(Vec<TcpSparePath>, Receiver<()>) -> Result<(), DeviceError>,
+    watch: impl FnOnce(Vec<TcpSparePath>, Vec<Arc<TcpPeer>>, Receiver<()>) -> Result<(), DeviceError>,
 ) -> Result<Device, DeviceError> {
     let names = PolicyKind::ALL.map(PolicyKind::name).join(", ");
     let policy = spec.take_with("policy", &format!("one of {names}"), |name| name.parse().ok())?;
@@ -79,7 +79,8 @@ pub(super) fn open_over(
     }
     let (end, ended) = channel();
     let device = MultipathDevice::open(&spec, &paths, settings, is_unidentified, spares, end)?;
-    watch(device.spares.clone(), ended)?;
+    let peers = device.paths.iter().filter_map(|path| path.peer().cloned()).collect();
+    watch(device.spares.clone(), peers, ended)?;
     Ok(device.into())
 }
 

@@ -122,3 +122,31 @@ fn a_port_that_is_named_later_becomes_a_path() {
     daemon.stop();
     [second, service, disk].into_iter().for_each(Daemon::stop);
 }
+
+#[test]
+fn a_port_named_again_after_its_path_was_given_up_becomes_a_path() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let disk = ["--control", "d", "--device", "ram:16M?share=on", "--export", "vhost-user-blk:d0?queues=4"];
+    let disk = Daemon::start(folder, &disk);
+    // A free port of an address that no other process uses.
+    let address = TcpListener::bind((own_loopback(), 0)).unwrap().local_addr().unwrap();
+    let export = format!("nvme-tcp://{address}?nqn={NQN}&hosts={HOST}");
+    let port = || target(folder, "t", "vhost-user:d0", &[export.clone()]).0;
+    let first = port();
+    let service = format!("nvme-tcp://127.0.0.1:0?nqn={OTHER_NQN}&referrals={address}");
+    let (service, services) = target(folder, "o", "null:1M", &[service]);
+    let device = format!("nvme-discover://{}/{NQN}?host_nqn={HOST}&queues=1&no_path_s=600", services[0]);
+    let device = format!("{device}&rediscover_s=1&reconnect_delay_s=1&ctrl_loss_s=1");
+    let daemon = Daemon::start(folder, &["--control", "c", "--device", &device, "--export", "vhost-user-blk:s"]);
+    let paths = || inspect(folder, &[])["devices"][0]["paths"].clone();
+    first.stop();
+    wait_until("the path is given up", || paths()[0]["state"] == "lost");
+    let again = port();
+    wait_until("the port is a path again", || paths()[1]["state"] == "live");
+    assert_eq!(paths()[1]["name"], format!("nvme-tcp://{address}/{NQN}"));
+    let words = ["bench", "vhost-user:s", "--rw", "randwrite", "--bs", "4k", "--iodepth", "8", "--verify", "crc32c"];
+    assert!(Process::spawn(program(folder, &words).stdout(Stdio::null())).ended().success(), "the verified writes");
+    daemon.stop();
+    [again, service, disk].into_iter().for_each(Daemon::stop);
+}
