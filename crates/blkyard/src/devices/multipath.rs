@@ -426,9 +426,12 @@ impl DeviceOps for MultipathDevice {
         Ok(Backing::File { bytes: sectors << SECTOR_SHIFT, fixed })
     }
 
-    /// The smallest of the paths' sizes: I/O within it succeeds on each.
+    /// The smallest of the paths' sizes: I/O within it succeeds on each. A path that was given up learns of no change,
+    /// and counts only if all were.
     fn sectors_now(&self) -> Option<u64> {
-        self.paths.iter().filter_map(|path| path.sectors_now()).min()
+        let is_used = |path: &&Device| path.peer().is_none_or(|peer| peer.given_up().is_none());
+        let used = self.paths.iter().filter(is_used).filter_map(|path| path.sectors_now()).min();
+        used.or_else(|| self.paths.iter().filter_map(|path| path.sectors_now()).min())
     }
 
     fn handover(&self) -> Result<DeviceHandover<'_>, &'static str> {

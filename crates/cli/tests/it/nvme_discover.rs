@@ -4,7 +4,7 @@ use std::net::{SocketAddr, TcpListener};
 use std::path::Path;
 use std::process::Stdio;
 
-use crate::common::{Daemon, Process, inspect, inspect_at, program, run, wait_until};
+use crate::common::{Daemon, Process, inspect, inspect_at, program, run, succeed, wait_until};
 use crate::multipath::own_loopback;
 
 const NQN: &str = "nqn.2026-11.test:discovered";
@@ -149,4 +149,31 @@ fn a_port_named_again_after_its_path_was_given_up_becomes_a_path() {
     assert!(Process::spawn(program(folder, &words).stdout(Stdio::null())).ended().success(), "the verified writes");
     daemon.stop();
     [again, service, disk].into_iter().for_each(Daemon::stop);
+}
+
+#[test]
+fn disk_grows_although_one_of_its_paths_was_given_up() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    std::fs::File::create(folder.join("image")).unwrap().set_len(16 << 20).unwrap();
+    let words = ["--control", "d", "--device", "file:image?share=on"];
+    let exports = ["--export", "vhost-user-blk:d0?queues=4", "--export", "vhost-user-blk:d1?queues=4"];
+    let disk = Daemon::start(folder, &[&words[..], &exports].concat());
+    let port = |number: usize| {
+        let device = format!("vhost-user:d{number}");
+        let export = format!("nvme-tcp://127.0.0.1:0?nqn={NQN}&controller_ids={}", 1 + 1000 * number);
+        target(folder, &format!("t{number}"), &device, &[export])
+    };
+    let ((first, one), (second, other)) = (port(0), port(1));
+    let paths = format!("nvme-tcp://{}/{NQN},nvme-tcp://{}/{NQN}", one[0], other[0]);
+    let device = format!("multipath:{paths}?queues=1&reconnect_delay_s=1&ctrl_loss_s=1");
+    let daemon = Daemon::start(folder, &["--control", "c", "--device", &device, "--export", "vhost-user-blk:s"]);
+    let shown = || inspect(folder, &[])["devices"][0].clone();
+    second.stop();
+    wait_until("the path is given up", || shown()["paths"][1]["state"] == "lost");
+    assert_eq!(shown()["size_bytes"], 16 << 20);
+    succeed(folder, &["set", "--control", "d", "device:0", "size=32M"]);
+    wait_until("the disk has grown", || shown()["size_bytes"] == 32 << 20);
+    daemon.stop();
+    [first, disk].into_iter().for_each(Daemon::stop);
 }
