@@ -20,6 +20,40 @@ pub const EXPORT_REGIONS_MAX: usize = 2 * (64 + 2);
 /// them up for others.
 const MAPPINGS_MAX: usize = 64 * EXPORT_REGIONS_MAX;
 
+/// Bytes that the client of one export may have mapped from files, and of each region: 16 TiB, more than a guest has.
+/// A file may be longer than its memory, so a client has no need for memory to use up addresses.
+pub const EXPORT_BYTES_MAX: u64 = 1 << 44;
+
+/// Bytes mapped from files at one time, in the whole process: seven eighths of the 128 TiB of addresses of x86-64. A
+/// process without addresses for a stack or for its heap aborts.
+const BYTES_MAX: usize = 7 << 44;
+
+/// Bytes that are mapped from files, or are about to be.
+static BYTES: AtomicUsize = AtomicUsize::new(0);
+
+/// The addresses of one mapping. Dropping it gives them back.
+pub(crate) struct MappingBytes(usize);
+
+impl MappingBytes {
+    /// Takes them, before they are mapped.
+    ///
+    /// # Errors
+    /// Too few are left.
+    pub(crate) fn take(len: usize) -> io::Result<MappingBytes> {
+        let add = |bytes: usize| bytes.checked_add(len).filter(|bytes| *bytes <= BYTES_MAX);
+        let taken = BYTES.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add);
+        let too_many = |_| io::Error::other(format!("more than {BYTES_MAX} bytes of shared memory are mapped at once"));
+        taken.map_err(too_many)?;
+        Ok(MappingBytes(len))
+    }
+}
+
+impl Drop for MappingBytes {
+    fn drop(&mut self) {
+        BYTES.fetch_sub(self.0, Ordering::Relaxed);
+    }
+}
+
 struct MappingSlot {
     /// Zero when the slot is free; `BUSY` while it is being filled.
     start: AtomicUsize,
@@ -158,5 +192,17 @@ mod tests {
         let places = (0..64 * 2 * 64).map(|place| 0xffff_8000_0000_0000 + place * 4096);
         let watched: io::Result<Vec<_>> = places.map(|start| WatchedMapping::new(start, 4096)).collect();
         assert!(watched.unwrap().iter().all(|watched| !watched.faulted()));
+    }
+
+    #[test]
+    fn files_leave_the_process_addresses_for_itself() {
+        assert!(MappingBytes::take(BYTES_MAX + 1).is_err() && MappingBytes::take(usize::MAX).is_err());
+        // Other tests have some at the same time.
+        let most = BYTES_MAX / 8 * 7;
+        for _ in 0..2 {
+            let taken = MappingBytes::take(most).unwrap();
+            assert!(MappingBytes::take(most).is_err());
+            drop(taken);
+        }
     }
 }

@@ -30,7 +30,7 @@ mod wake_flag;
 pub use baton::{Baton, Holder};
 pub use counting::CountingAllocator;
 pub use dma::{DmaDomain, DmaMapping};
-pub use fault::EXPORT_REGIONS_MAX;
+pub use fault::{EXPORT_BYTES_MAX, EXPORT_REGIONS_MAX};
 pub use gather::{GATHER_MAX, GatherPiece, send_gathered};
 pub use mailbox::Mailbox;
 pub use mapping::{BufferAddresses, BufferMapping};

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 
 use crate::PAGE_BYTES;
-use crate::fault::WatchedMapping;
+use crate::fault::{EXPORT_BYTES_MAX, MappingBytes, WatchedMapping};
 use crate::segment::Span;
 
 /// Bytes of a huge page, on x86-64 and on others with pages of 4 KiB. Where they are larger, the advice does less.
@@ -27,6 +27,8 @@ pub struct Region {
     mapping: *mut std::ffi::c_void,
     mapping_len: usize,
     watched: Option<WatchedMapping>,
+    /// The addresses that a mapping of a file takes; given back after it is unmapped.
+    _bytes: Option<MappingBytes>,
     /// File for other processes to map, and the region's offset there.
     file: Option<(OwnedFd, u64)>,
     /// Whether this process made the memory.
@@ -107,6 +109,12 @@ pub enum MapError {
         /// Length of the region, bytes.
         len: u64,
     },
+    /// The region takes more addresses than a client may have: [`EXPORT_BYTES_MAX`].
+    #[error("memory region of {len} bytes is longer than {EXPORT_BYTES_MAX}: share less memory")]
+    TooLong {
+        /// Length of the region, bytes.
+        len: u64,
+    },
     /// The system refused.
     #[error("memory region cannot be mapped: {0}")]
     System(#[from] io::Error),
@@ -138,7 +146,7 @@ impl Region {
         let start = mapping.cast::<u8>();
         let base = NonNull::new(start.wrapping_add(start.align_offset(align)));
         let base = base.ok_or_else(|| io::Error::other("mapped at address zero"))?;
-        let region = Region { base, len, mapping, mapping_len, watched: None, file: None, is_own: true };
+        let region = Region { base, len, mapping, mapping_len, watched: None, _bytes: None, file: None, is_own: true };
         region.follow_thread();
         Ok(Arc::new(region))
     }
@@ -218,6 +226,9 @@ impl Region {
     /// # Errors
     /// See [`MapError`]; nothing stays mapped.
     pub fn map_file(file: BorrowedFd<'_>, offset: u64, len: u64) -> Result<Arc<Region>, MapError> {
+        if len > EXPORT_BYTES_MAX {
+            return Err(MapError::TooLong { len });
+        }
         Region::map_shared(file, offset, len).map(Arc::new)
     }
 
@@ -240,6 +251,7 @@ impl Region {
             .and_then(|len| len.checked_add(lead))
             .and_then(|len| len.checked_next_multiple_of(page as usize))
             .ok_or_else(extent)?;
+        let bytes = Some(MappingBytes::take(mapping_len)?);
         // SAFETY: a new mapping at an address of the kernel's choice overlaps no other.
         let mapping = unsafe {
             mmap(
@@ -253,8 +265,16 @@ impl Region {
             .map_err(io::Error::from)?
         };
         let base = NonNull::new(mapping.cast::<u8>().wrapping_add(lead)).ok_or_else(extent)?;
-        let mut region =
-            Region { base, len: len as usize, mapping, mapping_len, watched: None, file: None, is_own: false };
+        let mut region = Region {
+            base,
+            len: len as usize,
+            mapping,
+            mapping_len,
+            watched: None,
+            _bytes: bytes,
+            file: None,
+            is_own: false,
+        };
         region.watched = Some(WatchedMapping::new(mapping as usize, mapping_len)?);
         region.file = Some((file.try_clone_to_owned()?, offset));
         Ok(region)
@@ -268,10 +288,12 @@ impl Region {
     /// The system's error.
     pub fn map_device(file: BorrowedFd<'_>, offset: u64, len: usize) -> io::Result<Arc<Region>> {
         let access = ProtFlags::READ | ProtFlags::WRITE;
+        let bytes = Some(MappingBytes::take(len)?);
         // SAFETY: a new mapping at an address of the kernel's choice overlaps no other.
         let mapping = unsafe { mmap(std::ptr::null_mut(), len, access, MapFlags::SHARED, file, offset)? };
         let base = NonNull::new(mapping.cast()).ok_or_else(|| io::Error::other("mapped at address zero"))?;
-        let mut region = Region { base, len, mapping, mapping_len: len, watched: None, file: None, is_own: false };
+        let mut region =
+            Region { base, len, mapping, mapping_len: len, watched: None, _bytes: bytes, file: None, is_own: false };
         region.watched = Some(WatchedMapping::new(mapping as usize, len)?);
         Ok(Arc::new(region))
     }

@@ -12,7 +12,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
-use blkyard_mem::{EXPORT_REGIONS_MAX, MapError, Region, RegionTable};
+use blkyard_mem::{EXPORT_BYTES_MAX, EXPORT_REGIONS_MAX, MapError, Region, RegionTable};
 use blkyard_nvme::{DmaMap, DmaRange, DmaRights, RegionSet};
 use blkyard_wire::vfio_user::{DmaMapFlags, DmaMapRequest, DmaUnmapRequest};
 use rustix::io::Errno;
@@ -34,6 +34,8 @@ pub(crate) const PAGE: u64 = 4096;
 pub(crate) enum DmaError {
     #[error("more than {MAPS_MAX} mappings")]
     TooMany,
+    #[error("{0:#x}: more than {EXPORT_BYTES_MAX} bytes are mapped with this one")]
+    TooLong(u64),
     #[error("{0:#x}: address, size and offset are not in pages of 4096 bytes")]
     Unaligned(u64),
     #[error("{0:#x}: overlaps with another mapping")]
@@ -48,7 +50,7 @@ impl DmaError {
     /// Errno for the client.
     pub(crate) fn errno(&self) -> Errno {
         match self {
-            DmaError::TooMany => Errno::NOSPC,
+            DmaError::TooMany | DmaError::TooLong(_) => Errno::NOSPC,
             DmaError::Overlap(_) => Errno::EXIST,
             DmaError::Unaligned(_) | DmaError::Part(_) | DmaError::Map { .. } => Errno::INVAL,
         }
@@ -95,6 +97,10 @@ impl DmaSlots {
         let end = end.ok_or(DmaError::Unaligned(address))?;
         if self.0.iter().any(|slot| address < slot.address + slot.size && slot.address < end) {
             return Err(DmaError::Overlap(address));
+        }
+        // Also those that are leaving take addresses.
+        if file.is_some() && self.bytes().checked_add(size).is_none_or(|bytes| bytes > EXPORT_BYTES_MAX) {
+            return Err(DmaError::TooLong(address));
         }
         let rights = rights_of(flags);
         // Mapped for both in this process: other devices that get the memory expect that.

@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use blkyard_mem::{EXPORT_REGIONS_MAX, MapError, Region, RegionTable, View};
+use blkyard_mem::{EXPORT_BYTES_MAX, EXPORT_REGIONS_MAX, MapError, Region, RegionTable, View};
 use blkyard_virtio::{GuestMemory, GuestRange};
 
 /// Maximum number of regions of a front-end: the number of memory slots in QEMU in practice.
@@ -41,6 +41,8 @@ pub(crate) enum MemoryError {
     Map { guest_addr: u64, source: MapError },
     #[error("more than {SLOTS_MAX} memory regions; share fewer, larger ones")]
     TooMany,
+    #[error("more than {EXPORT_BYTES_MAX} bytes of memory regions; share less memory")]
+    TooLong,
     #[error("no memory region at {0:#x} to remove")]
     Unknown(u64),
     #[error("guest memory: {0}")]
@@ -115,6 +117,10 @@ impl Memory {
         if self.slots.len() == SLOTS_MAX {
             return Err(MemoryError::TooMany);
         }
+        let (_, bytes) = self.extent();
+        if bytes.checked_add(announced.len).is_none_or(|bytes| bytes > EXPORT_BYTES_MAX) {
+            return Err(MemoryError::TooLong);
+        }
         let region = Region::map_file(file.as_fd(), announced.file_offset, announced.len)
             .map_err(|source| MemoryError::Map { guest_addr: announced.guest_addr, source })?;
         let mut slots = self.slots.clone();
@@ -133,5 +139,26 @@ impl Memory {
         let found = slots.iter().position(|(slot, _)| same(slot)).ok_or(MemoryError::Unknown(announced.guest_addr))?;
         slots.remove(found);
         Ok(Memory { slots })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+
+    use super::*;
+
+    #[test]
+    fn regions_take_no_more_addresses_than_an_export_has() {
+        // A file without memory.
+        let file = File::from(memfd_create("guest", MemfdFlags::CLOEXEC).unwrap());
+        ftruncate(&file, EXPORT_BYTES_MAX).unwrap();
+        let half = EXPORT_BYTES_MAX / 2;
+        let region = |guest_addr, len| Announced { guest_addr, user_addr: guest_addr, len, file_offset: 0 };
+        let memory = Memory::table(&[(region(0, half), file.try_clone().unwrap())]).unwrap();
+        let memory = memory.with(region(half, half), &file).unwrap();
+        assert!(matches!(memory.with(region(2 * half, 4096), &file), Err(MemoryError::TooLong)));
+        assert!(matches!(memory.with(region(2 * half, u64::MAX), &file), Err(MemoryError::TooLong)));
+        assert!(memory.without(&region(0, half)).unwrap().with(region(2 * half, 4096), &file).is_ok());
     }
 }

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering::{Release, SeqCst};
 use std::time::{Duration, Instant};
 
 use blkyard_export::NvmeDoorbells;
-use blkyard_mem::{Region, View};
+use blkyard_mem::{EXPORT_BYTES_MAX, Region, View};
 use blkyard_mq::Op;
 use blkyard_nvme::{Psdt, Sqe, admin, feature, io};
 use blkyard_sys::EventFd;
@@ -371,6 +371,25 @@ fn a_write_in_flight_is_flushed_when_the_cache_is_disabled() {
     let (written, flushed) =
         (at(|seen| matches!(seen, Seen::Ended(Op::Write, _))), at(|seen| matches!(seen, Seen::Taken(Op::Flush, ..))));
     assert!(written < flushed, "{seen:?}");
+    world.stop();
+}
+
+/// A file may be longer than its memory. Without addresses no other client could be served, and the process aborted.
+#[test]
+fn client_takes_no_more_addresses_than_an_export_has() {
+    let world = world();
+    let mut client = RawClient::greeted(&world.path);
+    let half = EXPORT_BYTES_MAX / 2;
+    let memory = file(4 * half);
+    let mut ask = |address, size| client.call(&map(address, size, 0), &[memory.as_fd()]).map(drop);
+    assert_eq!(ask(0, 3 * half), Err(ENOSPC));
+    assert_eq!([ask(0, half), ask(half, half)], [Ok(()); 2]);
+    assert_eq!(ask(2 * half, 0x1000), Err(ENOSPC));
+    // Memory that is not mapped takes none.
+    client.call(&map(2 * half, half, 0), &[]).unwrap();
+    client.call(&VfioRequest::DmaUnmap(DmaUnmapRequest::Range { address: half, size: half }), &[]).unwrap();
+    client.call(&map(half, 0x1000, 0), &[memory.as_fd()]).unwrap();
+    drop(client);
     world.stop();
 }
 
