@@ -469,6 +469,8 @@ impl FrontEndSession for VfioUserSession {
             // The connection stays open until the device is silent: a client takes its end for that.
             self.messages = None;
             self.admin_doorbell = None;
+            // Nobody reads a reply any more.
+            (self.pending, self.deferred) = (None, None);
             match function.advance_end(&self.config) {
                 Ok(true) => {}
                 Ok(false) => {

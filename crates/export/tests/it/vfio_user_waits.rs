@@ -6,7 +6,7 @@ use blkyard_mq::Op;
 use blkyard_wire::vfio_user::{DmaUnmapRequest, RegionAccess, VfioRequest};
 
 use crate::common::nvme::{file, map, read};
-use crate::common::{AdminHost, AnyDevice, Gate, NvmeWorld, RawClient, Seen, until};
+use crate::common::{AdminHost, AnyDevice, Gate, NvmeWorld, PATIENCE, RawClient, Seen, until};
 
 /// The pending change of the connected client.
 fn waits(world: &NvmeWorld) -> Option<&'static str> {
@@ -76,6 +76,29 @@ fn client_that_leaves_is_noticed_while_its_unmap_waits() {
         gate.set_shut(false);
         assert!(next.receive().unwrap().1.is_ok());
         drop(next);
+        world.stop();
+    }
+}
+
+/// Nobody is there for the reply, so it must not be sent before the export is handed over.
+#[test]
+fn takeover_goes_on_after_a_client_left_while_its_unmap_waited() {
+    for commands in 1..3 {
+        let gate = Gate::shut();
+        let world = NvmeWorld::new(&AnyDevice::gated(&gate), 2, 1);
+        let host = AdminHost::stuck(&world, &gate);
+        (0..commands).for_each(|id| begin(&host, id, &VfioRequest::DmaUnmap(DmaUnmapRequest::All)));
+        until("the unmap waits", || waits(&world).is_some());
+        drop(host);
+        until("its end is noticed", || waits(&world) == Some("the end of the session"));
+        let asked = world.server().hand().hand_over();
+        // The queues drain meanwhile.
+        std::thread::sleep(std::time::Duration::from_millis(100));
+        gate.set_shut(false);
+        let handed = asked.recv_timeout(PATIENCE).unwrap();
+        // Nobody takes it, so the export goes on.
+        assert_eq!(handed.map(drop), Ok(()), "{commands} commands");
+        drop(RawClient::greeted(&world.path));
         world.stop();
     }
 }
