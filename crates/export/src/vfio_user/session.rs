@@ -6,6 +6,7 @@
 mod commands;
 
 use std::io;
+use std::net::Shutdown;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
@@ -168,15 +169,19 @@ impl VfioUserSession {
         }
     }
 
-    /// Drains the queues and saves the session, which can continue unchanged.
+    /// Drains the queues and saves the session, which can continue unchanged. A client that is owed a reply and reads
+    /// none is disconnected: it must not keep others from the next process.
     fn save(&mut self) -> Result<VfioSessionState, String> {
+        let said = |error: io::Error| error.to_string();
         while self.pending.is_some() || self.deferred.is_some() {
             if !is_ready(&*self.connection, PollFlags::OUT) {
-                return Err("its client does not read replies".into());
+                self.log.warn("the client is disconnected: it does not read replies, and a takeover waits for it");
+                self.connection.shutdown(Shutdown::Both).map_err(said)?;
+                (self.pending, self.deferred) = (None, None);
+                break;
             }
             self.finish_pending(None).map_err(|error| error.to_string())?;
         }
-        let said = |error: io::Error| error.to_string();
         let (part, part_files) = self.reader.part();
         let files: io::Result<Vec<_>> = part_files.iter().map(OwnedFd::try_clone).collect();
         let (part, part_files, mut files) = (part.to_vec(), part_files.len(), files.map_err(said)?);

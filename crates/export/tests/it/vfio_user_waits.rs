@@ -103,6 +103,30 @@ fn takeover_goes_on_after_a_client_left_while_its_unmap_waited() {
     }
 }
 
+/// It would keep all others from the next process as well.
+#[test]
+fn takeover_goes_on_without_a_client_that_reads_no_reply() {
+    let gate = Gate::shut();
+    let world = NvmeWorld::new(&AnyDevice::gated(&gate), 2, 1);
+    let host = AdminHost::stuck(&world, &gate);
+    begin(&host, 1, &VfioRequest::DmaUnmap(DmaUnmapRequest::All));
+    until("the unmap waits", || waits(&world).is_some());
+    let config_space = read(7, 0, 4096).encode(2, false);
+    // Until the export reads no more messages, since their replies have no room.
+    let is_full = || {
+        while host.client.try_send(&config_space) {}
+        std::thread::sleep(std::time::Duration::from_millis(20));
+        !host.client.try_send(&config_space)
+    };
+    until("the replies have no room", || is_full() && is_full());
+    gate.set_shut(false);
+    let handed = world.server().hand().hand_over().recv_timeout(PATIENCE).unwrap();
+    assert_eq!(handed.map(drop), Ok(()));
+    drop(RawClient::greeted(&world.path));
+    drop(host);
+    world.stop();
+}
+
 #[test]
 fn export_ends_while_a_change_waits() {
     let gate = Gate::shut();
