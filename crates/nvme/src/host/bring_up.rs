@@ -18,6 +18,8 @@ use crate::host::watch::KeepAlive;
 use crate::host::{ControllerState, ControllerTransport, Enable, HostController, HostEvent, NvmeHostError};
 use crate::{Doorbells, IdentifyController, NvmeStatus, PAGE, Sqe, admin, cns, feature};
 
+/// Time for all commands of a bring-up together, ns. Each has the time of an admin command, but they may be thousands.
+const SET_UP_MAX_NS: u64 = 5 * ADMIN_TIMEOUT_NS;
 /// Notices to enable if supported: namespace attributes changed. Errors are always reported.
 const NOTICES: u32 = 1 << 8;
 
@@ -96,7 +98,14 @@ impl<T: ControllerTransport> HostController<T> {
             let memory = self.admin_memory.take();
             self.admin = memory.map(|memory| AdminQueue::new(memory, rings, registers, is_forwarded, stride));
         }
+        self.set_up_until_ns = now_ns.saturating_add(SET_UP_MAX_NS);
         self.set_up(SetupStep::Identify, now_ns);
+    }
+
+    /// Time limit of a command that is sent now.
+    fn command_deadline_ns(&self, now_ns: u64) -> u64 {
+        let own_ns = now_ns.saturating_add(ADMIN_TIMEOUT_NS);
+        if self.state == ControllerState::Connecting { own_ns.min(self.set_up_until_ns) } else { own_ns }
     }
 
     /// Sends the command of a step; steps that do not apply are skipped.
@@ -139,7 +148,7 @@ impl<T: ControllerTransport> HostController<T> {
         };
         match command {
             Ok((sqe, data)) => {
-                let deadline_ns = now_ns.saturating_add(ADMIN_TIMEOUT_NS);
+                let deadline_ns = self.command_deadline_ns(now_ns);
                 if !self.submit(sqe, data, AdminPurpose::Setup(step), deadline_ns) {
                     self.end(NvmeHostError::Timeout(step.name()), now_ns);
                 }
@@ -290,7 +299,7 @@ impl<T: ControllerTransport> HostController<T> {
     pub(crate) fn go_on_scanning(&mut self, now_ns: u64) {
         let Some(scan) = &self.scan else { return };
         if let Some(step) = scan.step() {
-            let deadline_ns = now_ns.saturating_add(ADMIN_TIMEOUT_NS);
+            let deadline_ns = self.command_deadline_ns(now_ns);
             let is_sent = self.submit(step.sqe(), AdminData::Read, AdminPurpose::Scan(step), deadline_ns);
             if !is_sent && self.state == ControllerState::Connecting {
                 self.end(NvmeHostError::Timeout(SetupStep::Scan.name()), now_ns);

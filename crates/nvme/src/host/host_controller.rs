@@ -173,6 +173,8 @@ pub struct HostController<T> {
     pub(crate) planned: Option<QueueCounts>,
     pub(crate) counts: Option<QueueCounts>,
     pub(crate) queues: Vec<IoQueueSlot>,
+    /// Time by which the commands of the bring-up must be complete, ns.
+    pub(crate) set_up_until_ns: u64,
     pub(crate) scan: Option<Scan>,
     pub(crate) namespaces: Vec<ScannedNamespace>,
     pub(crate) watch: HostWatch,
@@ -206,6 +208,7 @@ impl<T: ControllerTransport> HostController<T> {
             planned: None,
             counts: None,
             queues: vec![],
+            set_up_until_ns: 0,
             scan: None,
             namespaces: vec![],
             watch: HostWatch::default(),

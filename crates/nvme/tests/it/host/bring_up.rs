@@ -238,6 +238,26 @@ fn a_command_that_fails_ends_bring_up_with_its_name() {
     assert_eq!(text, "NVMe controller: Set Features (number of queues) was not completed in time; reset the device");
 }
 
+/// Each command ends within its own time, and all of them together would take days.
+#[test]
+fn a_controller_that_is_slow_with_each_command_is_given_up() {
+    let transport = FakeTransport::new();
+    transport.fake.borrow_mut().namespaces = (1..=4096).map(|nsid| (nsid, namespace(8, 9))).collect();
+    let mut rig = Rig::new(transport, config(8));
+    rig.host.start(rig.now_ns);
+    while rig.host.state() == ControllerState::Connecting {
+        assert!(rig.now_ns < 600 * S, "{} commands so far", rig.fake.borrow().log.len());
+        let is_enabled = rig.fake.borrow().enables > 0;
+        rig.fake.borrow_mut().mute = true;
+        rig.advance_host();
+        rig.now_ns += if is_enabled { 50 * S } else { 10 * MS };
+        rig.fake.borrow_mut().mute = false;
+        rig.turn_fake();
+    }
+    let error = rig.host.error().unwrap();
+    assert!(matches!(error, NvmeHostError::Timeout(_)), "{error}");
+}
+
 #[test]
 fn events_lead_to_a_new_scan() {
     let mut rig = live(|_| (), config(1));
