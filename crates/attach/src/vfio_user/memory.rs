@@ -35,8 +35,8 @@ impl ServerMemory {
     /// Has the server map new regions of the domain and unmap removed ones.
     ///
     /// # Errors
-    /// The connection is unusable. A region that the server refuses to map has no address, and is no error. One that it
-    /// refuses to unmap stays alive until the connection ends.
+    /// The connection is unusable. A region that the server refuses to map has no address, and is no error; it is tried
+    /// again once another was unmapped. One that it refuses to unmap stays alive until the connection ends.
     pub(crate) fn sync(&mut self, connection: &mut ServerConnection, domain: &DmaDomain) -> Result<(), VfioUserError> {
         // Read before the list: a later change is handled next time.
         let changes = domain.changes();
@@ -44,7 +44,7 @@ impl ServerMemory {
             return Ok(());
         }
         let wanted = domain.regions();
-        let mut at = 0;
+        let (mut at, mut has_room) = (0, false);
         while let Some(listed) = self.listed.get_mut(at) {
             let is_wanted = wanted.iter().any(|region| Arc::ptr_eq(region, &listed.region));
             listed.is_condemned &= !is_wanted;
@@ -63,8 +63,9 @@ impl ServerMemory {
                     Err(error) => return Err(error),
                 }
             }
-            self.listed.swap_remove(at);
+            has_room |= self.listed.swap_remove(at).mapped > 0;
         }
+        self.listed.retain(|listed| listed.mapped > 0 || !has_room);
         for region in wanted {
             if !self.listed.iter().any(|listed| Arc::ptr_eq(&listed.region, &region)) {
                 let listed = self.map(connection, region)?;

@@ -16,7 +16,7 @@ use blkyard_os::SystemClock;
 use blkyard_sys::{EventFd, PollFd, TimeSource};
 use blkyard_wire::vfio_user::{
     Command, DeviceFlags, DeviceRegions, DmaAccess, FrameError, HEADER_BYTES, MessageError, MessageHeader, MessageKind,
-    RegionFlags, RegionInfo, VfioReply, VfioRequest, VfioVersion, region_index,
+    RegionFlags, RegionInfo, VfioCapabilities, VfioReply, VfioRequest, VfioVersion, region_index,
 };
 
 /// Time limit of the server's replies.
@@ -392,6 +392,44 @@ fn a_refused_unmap_keeps_its_region_and_spares_the_others() {
     // The domain lists it again: it is mapped still.
     let _again = map(0);
     assert!(controller.mapped_address(&regions[0], 0).is_some());
+}
+
+/// A guest's memory that came when the server had no room is reached once another's has gone.
+#[test]
+fn memory_refused_for_want_of_room_is_mapped_when_there_is_some() {
+    for (announced, taken) in [(2, 2), (u64::from(u16::MAX), 2)] {
+        let mut mapped = 0;
+        let lie: Lie = Box::new(move |request, id, stream| {
+            match request {
+                VfioRequest::Version(version) => {
+                    let capabilities = VfioCapabilities { max_dma_maps: announced, ..version.capabilities.clone() };
+                    let version = VfioVersion { capabilities, ..version.clone() };
+                    stream.write_all(&VfioReply::Version(version).encode(id)).unwrap();
+                    return Some(Then::GoOn);
+                }
+                VfioRequest::DmaMap(_) if mapped == taken => {
+                    stream.write_all(&MessageHeader::encode_error(id, Command::DmaMap as u16, 28)).unwrap();
+                    return Some(Then::GoOn);
+                }
+                VfioRequest::DmaMap(_) => mapped += 1,
+                VfioRequest::DmaUnmap(_) => mapped -= 1,
+                _ => {}
+            }
+            None
+        });
+        let controller = open(lie).unwrap();
+        let regions = [0, 1, 2].map(|_| Region::shared(0x1000).unwrap());
+        let mut mappings = regions.iter().map(|region| controller.domain().map(vec![Arc::clone(region)]));
+        let first = mappings.next();
+        assert!(controller.mapped_address(&regions[0], 0).is_some());
+        let others: Vec<_> = mappings.collect();
+        let reached = |number: usize| controller.mapped_address(&regions[number], 0).is_some();
+        assert_eq!([0, 1, 2].map(reached), [true, true, false], "{announced} mappings are announced");
+        drop(first);
+        assert_eq!([1, 2].map(reached), [true, true], "{announced} mappings are announced");
+        assert_eq!(controller.failure(), None);
+        drop(others);
+    }
 }
 
 /// A server that never stops asking, and never answers, is late like any other.

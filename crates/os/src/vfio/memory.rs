@@ -62,7 +62,8 @@ impl VfioMemory {
     /// Maps new regions of the domain and unmaps removed ones.
     ///
     /// # Errors
-    /// A region cannot be mapped. It has no address then; the others are mapped.
+    /// A region cannot be mapped. It has no address then, and is tried again once another was unmapped; the others are
+    /// mapped.
     pub(super) fn sync(&mut self, domain: &DmaDomain) -> Result<(), VfioError> {
         // Read before the list: a later change is handled next time.
         let changes = domain.changes();
@@ -76,9 +77,11 @@ impl VfioMemory {
             .into_iter()
             .partition(|listed| wanted.iter().any(|region| Arc::ptr_eq(region, &listed.region)));
         self.listed = stay;
+        let mut has_room = false;
         for listed in go {
-            self.unmap(&listed);
+            has_room |= self.unmap(&listed);
         }
+        self.listed.retain(|listed| listed.place.is_some() || listed.is_returned || !has_room);
         let mut result = Ok(());
         for region in wanted {
             if self.position(&region).is_none() {
@@ -149,12 +152,12 @@ impl VfioMemory {
         result
     }
 
-    /// Unmaps a region that is no longer listed, and gives its place back.
-    fn unmap(&mut self, listed: &MappedRegion) {
+    /// Unmaps a region that is no longer listed, and gives its place back. Returns whether it had one.
+    fn unmap(&mut self, listed: &MappedRegion) -> bool {
         let is_free = listed.is_returned || listed.unmap(self.device, &self.space);
-        if let Some((iova, _)) = listed.place.filter(|_| is_free) {
-            self.iovas.give_back(iova);
-        }
+        let place = listed.place.filter(|_| is_free);
+        place.into_iter().for_each(|(iova, _)| self.iovas.give_back(iova));
+        place.is_some()
     }
 }
 
@@ -293,6 +296,23 @@ mod tests {
         memory.unmap(&listed);
         assert_eq!(memory.iovas.take(BYTES, PAGE_BYTES as u64, 0), Some(iova), "no command names it any more");
     }
+
+    #[test]
+    fn memory_that_could_not_be_mapped_is_tried_again_when_other_memory_has_gone() {
+        let (_file, region) = memory_of_others();
+        let mut memory = memory_with(&region);
+        // Already unmapped, so that its place is free once it is listed no more.
+        memory.listed[0].is_returned = true;
+        let domain = DmaDomain::new(|| ());
+        let first = domain.map(vec![region]);
+        let _second = domain.map(vec![Region::shared(4096).unwrap()]);
+        assert!(memory.sync(&domain).is_err());
+        memory.sync(&domain).unwrap();
+        drop(first);
+        assert!(memory.sync(&domain).is_err(), "it was not tried again");
+        memory.sync(&domain).unwrap();
+    }
+
     #[test]
     fn memory_that_stays_mapped_is_kept_in_both_interfaces() {
         for space in spaces() {
