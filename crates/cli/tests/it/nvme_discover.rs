@@ -132,7 +132,7 @@ fn a_port_named_again_after_its_path_was_given_up_becomes_a_path() {
     // A free port of an address that no other process uses.
     let address = TcpListener::bind((own_loopback(), 0)).unwrap().local_addr().unwrap();
     let export = format!("nvme-tcp://{address}?nqn={NQN}&hosts={HOST}");
-    let port = || target(folder, "t", "vhost-user:d0", &[export.clone()]).0;
+    let port = || target(folder, "t", "vhost-user:d0", std::slice::from_ref(&export)).0;
     let first = port();
     let service = format!("nvme-tcp://127.0.0.1:0?nqn={OTHER_NQN}&referrals={address}");
     let (service, services) = target(folder, "o", "null:1M", &[service]);
