@@ -1,8 +1,8 @@
 //! A host with its admin connection: what an association and a look at a discovery service have in common.
 //!
 //! Owned by one thread, which calls [`AdminConnection::receive`] when the socket or the eventfd has something and at
-//! deadlines, then sends and takes events until there are none. A receive takes a bounded part of what has come, so that
-//! a target that sends without end does not keep it from its deadlines.
+//! deadlines, then sends and takes events until there are none. A receive takes a bounded part of what has come, so
+//! that a target that sends without end does not keep it from its deadlines.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -38,7 +38,8 @@ pub(super) struct AdminConnection {
 }
 
 impl AdminConnection {
-    /// `wake` is signalled when an attempt to connect has ended, and when bytes are left of which the socket does not tell.
+    /// `wake` is signalled when an attempt to connect has ended, and when bytes are left of which the socket does not
+    /// tell.
     pub(super) fn new(
         config: FabricsHostConfig,
         address: String,

@@ -53,7 +53,8 @@ pub fn put_path_rules(spec: &mut Spec, rules: PathRules) {
 }
 
 /// Opens one disk over these paths, and so many spare ones. `watch` gets the spare ones, the associations of all, the
-/// spare ones last, and the end of their device: when the sender is dropped. The options of the disk's name are those of several paths, and of each path.
+/// spare ones last, and the end of their device: when the sender is dropped. The options of the disk's name are those
+/// of several paths, and of each path.
 pub(super) fn open_over(
     mut spec: Spec,
     mut paths: Vec<Spec>,

@@ -64,8 +64,8 @@ fn set_that_waits_for_a_hung_device_delays_nobody_else() {
     drop(back_end);
 }
 
-/// A file whose server hangs, opened with these options, while there is I/O of this kind; beside a file of a disk on the
-/// same lane, which is then written and flushed.
+/// A file whose server hangs, opened with these options, while there is I/O of this kind; beside a file of a disk on
+/// the same lane, which is then written and flushed.
 fn hang_a_file(options: &str, rw: &str, op: &str) {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();

@@ -46,9 +46,9 @@ const COMPLETIONS_MIN: u32 = 8192;
 /// that it signals.
 const POLLER_COMPLETIONS: usize = 4 * COMPLETIONS_EACH;
 
-/// Most threads of the kernel that wait in a lane's place: for operations on files, and for others. By default there are
-/// four for each CPU, and one disk that hangs holds them all. So many are as much as eight disks with the usual depth
-/// have in flight. A thread is made when it is needed, and ends when it is idle.
+/// Most threads of the kernel that wait in a lane's place: for operations on files, and for others. By default there
+/// are four for each CPU, and one disk that hangs holds them all. So many are as much as eight disks with the usual
+/// depth have in flight. A thread is made when it is needed, and ends when it is idle.
 const WAITING_MAX: u32 = 1024;
 
 /// Makes the kernel's side. Some kernels count it as locked memory: where the whole does not fit, smaller ones are
