@@ -1,6 +1,7 @@
 //! A disk by its name, for the threads of a program.
 //!
-//! [`Disk::open`] takes the names that `serve` and `bench` take, with all their options, and makes the queues;
+//! [`Disk::open`] takes the names that `serve` and `bench` take, with their options except `share` and `tracker`, which
+//! are of the daemon, and makes the queues;
 //! [`Disk::run`] starts the threads that use them. A thread has a [`Submitter`] to itself: it fills in bios, submits
 //! them, and gets them back.
 //!
@@ -126,8 +127,7 @@ pub struct Disk {
 }
 
 impl Disk {
-    /// Opens a disk by its name, as `blkyard serve --device` and `blkyard bench` do: see README for the names and their
-    /// options.
+    /// Opens a disk by its name, as `blkyard bench` does: see README for the names and their options.
     ///
     /// # Errors
     /// See [`DiskError`]: each names device, cause and cure.

@@ -10,6 +10,7 @@
 //!
 //! It does not cache, does not grow the file unless asked to, and knows no image format.
 
+pub(crate) mod disk;
 mod error;
 pub(crate) mod holder;
 pub(crate) mod lock;
@@ -30,6 +31,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use blkyard_mem::Region;
 use blkyard_mq::{BlockDevice, DeviceInfo};
 
+use disk::DiskRoom;
 pub use error::OpenError;
 pub use queue::FileQueue;
 use syncs::Syncs;
@@ -168,6 +170,8 @@ struct SharedFile {
     counters: FileCounters,
     is_block_device: bool,
     threads: Threads,
+    /// The disk on which it is, if the kernel may wait for that in the calling thread.
+    disk: Option<Arc<DiskRoom>>,
     /// Learned from refusals, since asking would take changing the file.
     no_trim: AtomicBool,
     no_punch: AtomicBool,

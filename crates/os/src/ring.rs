@@ -25,14 +25,15 @@ mod streams;
 use std::collections::VecDeque;
 use std::io::ErrorKind;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Weak};
 
 use blkyard_mem::{Region, RegionTable};
 use blkyard_mq::Cid;
 use io_uring::types::{CancelBuilder, SubmitArgs, Timespec};
 use io_uring::{IoUring, squeue};
 
+use crate::file::disk::{DiskRoom, DiskUse};
 use crate::now_ns;
 pub(crate) use buffers::Buffers;
 pub use buffers::{Attachment, FixedBuffers};
@@ -102,6 +103,7 @@ pub struct Ring {
     streams: RingStreams,
     buffers: Buffers,
     files: Files,
+    disks: Vec<Weak<DiskUse>>,
     view: Arc<RingCounters>,
     /// Places of the completion ring that drivers hold: pushed and not yet taken.
     held: usize,
@@ -135,6 +137,7 @@ impl Ring {
             streams: RingStreams::default(),
             buffers: Buffers::new(&uring.submitter(), Arc::clone(&view), config.registers_memory),
             files: Files::new(Arc::clone(&view)),
+            disks: Vec::new(),
             view,
             held: 0,
             untaken: 0,
@@ -204,6 +207,17 @@ impl Ring {
     pub(crate) fn hold(&mut self, file: &Arc<OwnedFd>) -> FileHolder {
         self.sweep();
         self.files.hold(file)
+    }
+
+    /// What this lane has in flight on a disk.
+    pub(crate) fn disk_use(&mut self, room: &Arc<DiskRoom>) -> Arc<DiskUse> {
+        self.disks.retain(|disk| disk.strong_count() > 0);
+        let known = self.disks.iter().filter_map(Weak::upgrade).find(|disk| disk.is_of(room));
+        known.unwrap_or_else(|| {
+            let disk = Arc::new(DiskUse::new(Arc::clone(room)));
+            self.disks.push(Arc::downgrade(&disk));
+            disk
+        })
     }
 
     /// An inbox for a driver with at most `depth` entries in flight.

@@ -28,7 +28,7 @@ const FALLOCATE: u32 = 43;
 const NOT_THERE: i32 = -38;
 
 /// Bytes of the only file.
-pub const FILE_BYTES: u64 = 1 << 20;
+pub const FILE_BYTES: u64 = 16 << 20;
 
 /// A mounted file system.
 pub struct Fuse {

@@ -3,7 +3,7 @@
 
 use std::fs::File;
 use std::path::Path;
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use blkyard_nvme::{Sqe, io};
@@ -104,6 +104,53 @@ fn file_whose_server_hangs_delays_no_other_on_its_lane() {
             hang_a_file(options, rw, op);
         }
     }
+}
+
+/// A block device of the kernel over a file. `None` where there are none.
+struct Loop(String);
+
+impl Loop {
+    fn over(file: &Path) -> Option<Loop> {
+        let made = Command::new("losetup").args(["--find", "--show"]).arg(file).output();
+        let name = made.ok().filter(|made| made.status.success()).map(|made| String::from_utf8(made.stdout).unwrap());
+        if name.is_none() {
+            println!("skipped: no block device can be made of a file here");
+        }
+        name.map(|name| Loop(name.trim().into()))
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        let _ = Command::new("losetup").args(["--detach", &self.0]).status();
+    }
+}
+
+#[test]
+fn disk_that_hangs_with_more_than_it_has_room_for_delays_no_other_on_its_lane() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    std::fs::create_dir(folder.join("mounted")).unwrap();
+    let Some(served) = Fuse::mount(&folder.join("mounted"), &[]) else { return };
+    let Some(disk) = Loop::over(&served.file()) else { return };
+    File::create(folder.join("image")).unwrap().set_len(16 << 20).unwrap();
+    // What is read through the page cache is submitted by whoever wants it.
+    let hung = ["--device", &format!("{}?direct=off", disk.0), "--export", "vhost-user-blk:s?queues=2"];
+    let other = ["--device", "image", "--export", "vhost-user-blk:t?queues=1"];
+    let daemon = Daemon::start(folder, &[&["--control", "c", "--lanes", "1"], &hung[..], &other].concat());
+    served.hang();
+    let load = ["bench", "vhost-user:s?timeout_s=600", "--rw", "randread", "--runtime", "600"];
+    let load = [&load[..], &["--iodepth", "128", "--numjobs", "2"]].concat();
+    let load = Process::spawn(program(folder, &load).stdout(Stdio::null()).stderr(Stdio::null()));
+    wait_until("the disk hangs", || {
+        let export = &inspect(folder, &[])["exports"][0];
+        let in_flight = |queue: usize| export["queues"][queue]["now"]["in_flight"].as_u64().unwrap_or(0);
+        in_flight(0) + in_flight(1) > 200
+    });
+    succeed(folder, &["bench", "vhost-user:t?timeout_s=5", "--rw", "randwrite", "--fsync", "1", "--runtime", "100ms"]);
+    drop(served);
+    drop(load);
+    daemon.stop();
 }
 
 /// Sleeps of the control thread of a daemon's exports so far.

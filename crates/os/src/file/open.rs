@@ -17,6 +17,7 @@ use blkyard_mem::{PAGE_BYTES, Region};
 use blkyard_mq::{DeviceInfo, QueueLimits, SECTOR_SHIFT};
 use rustix::fs::{AtFlags, SeekFrom, StatxFlags, seek, statx};
 
+use super::disk::DiskRoom;
 use super::holder::living_holder;
 use super::lock::{Locked, lock};
 use super::passthrough;
@@ -140,6 +141,7 @@ impl FileDevice {
             counters: FileCounters::default(),
             is_block_device: block_device,
             threads: threads(system_type),
+            disk: disk(system_type, &now, block_device),
             no_trim: AtomicBool::new(false),
             no_punch: AtomicBool::new(false),
             sync_failed: false.into(),
@@ -171,6 +173,12 @@ fn threads(system_type: Option<i64>) -> Threads {
         Some(libc::FUSE_SUPER_MAGIC) => Threads::ALL,
         _ => Threads::NONE,
     }
+}
+
+/// The disk that holds the data of a file on such a file system, or that the file is.
+fn disk(system_type: Option<i64>, file: &Metadata, block_device: bool) -> Option<Arc<DiskRoom>> {
+    let has_one = !matches!(system_type, Some(libc::TMPFS_MAGIC | libc::FUSE_SUPER_MAGIC));
+    has_one.then(|| DiskRoom::of(if block_device { file.rdev() } else { file.dev() }))
 }
 
 /// Whether threads can copy beside one another.

@@ -17,6 +17,7 @@ use io_uring::types::{Fd, FsyncFlags};
 use io_uring::{opcode, squeue};
 
 use super::SharedFile;
+use super::disk::DiskUse;
 use super::syncs::SyncPlace;
 
 /// Bounce buffers of one queue: firmware and old guests use unaligned memory, with few requests at a time.
@@ -79,6 +80,10 @@ pub(super) struct FileSlot {
     done: u64,
     data: Data,
     retries: u16,
+    /// A thread of the kernel reads or writes.
+    threaded: bool,
+    /// Requests that it takes of its disk.
+    requests: u32,
     /// Bounce buffer used instead of the request's own memory.
     pub(super) bounce: Option<u16>,
     /// Where it is counted as a sync in flight.
@@ -106,6 +111,11 @@ impl FileSlot {
             done: 0,
             data,
             retries: 0,
+            threaded: match request.op() {
+                Op::Read => request.bytes() >= shared.threads.read_bytes,
+                _ => shared.threads.writes,
+            },
+            requests: 0,
             bounce: self.bounce,
             sync: None,
         };
@@ -122,6 +132,26 @@ impl FileSlot {
             Op::WriteZeroes => self.way_to_zeroes(shared),
         };
         Next::Ask
+    }
+
+    /// The request goes to its disk: from the lane, or from a thread if the lane uses more than its share of that.
+    #[inline]
+    pub(super) fn begin_on(&mut self, disk: &DiskUse) {
+        let bytes = match self.step {
+            FileStep::Read | FileStep::Write => self.len,
+            // The kernel has threads for these.
+            FileStep::Sync | FileStep::Discard | FileStep::Trim => return,
+            // If zeroes are written at last, piece by piece.
+            _ => ZEROES_BYTES as u64,
+        };
+        self.requests = DiskUse::requests(bytes);
+        self.threaded = !disk.begin(self.requests);
+    }
+
+    /// It has ended there.
+    #[inline]
+    pub(super) fn end_on(&mut self, disk: &DiskUse) {
+        disk.end(std::mem::take(&mut self.requests));
     }
 
     /// Whether the request reads into memory.
@@ -156,38 +186,36 @@ impl FileSlot {
         let at = self.offset + self.done;
         let left = self.len - self.done;
         let sync = if self.durable { libc::RWF_DSYNC } else { 0 };
-        let flags = |threaded: bool| if threaded { squeue::Flags::ASYNC } else { squeue::Flags::empty() };
-        let read = flags(left >= shared.threads.read_bytes);
-        let write = flags(shared.threads.writes);
+        let thread = if self.threaded { squeue::Flags::ASYNC } else { squeue::Flags::empty() };
         match (self.step, self.data) {
             (FileStep::Read, Data::Fixed { address, buffer }) => {
                 let start = (address + self.done) as *mut u8;
-                opcode::ReadFixed::new(fd, start, left as u32, buffer).offset(at).build().flags(read)
+                opcode::ReadFixed::new(fd, start, left as u32, buffer).offset(at).build().flags(thread)
             }
             (FileStep::Read, Data::One { address }) => {
-                opcode::Read::new(fd, (address + self.done) as *mut u8, left as u32).offset(at).build().flags(read)
+                opcode::Read::new(fd, (address + self.done) as *mut u8, left as u32).offset(at).build().flags(thread)
             }
             (FileStep::Read, Data::Many { first, count }) => {
                 let vectors = vectors.wrapping_add(first.into());
-                opcode::Readv::new(fd, vectors, count.into()).offset(at).build().flags(read)
+                opcode::Readv::new(fd, vectors, count.into()).offset(at).build().flags(thread)
             }
             (FileStep::Write, Data::Fixed { address, buffer }) => {
                 let start = (address + self.done) as *const u8;
-                opcode::WriteFixed::new(fd, start, left as u32, buffer).offset(at).rw_flags(sync).build().flags(write)
+                opcode::WriteFixed::new(fd, start, left as u32, buffer).offset(at).rw_flags(sync).build().flags(thread)
             }
             (FileStep::Write, Data::One { address }) => {
                 let start = (address + self.done) as *const u8;
-                opcode::Write::new(fd, start, left as u32).offset(at).rw_flags(sync).build().flags(write)
+                opcode::Write::new(fd, start, left as u32).offset(at).rw_flags(sync).build().flags(thread)
             }
             (FileStep::Write, Data::Many { first, count }) => {
                 let vectors = vectors.wrapping_add(first.into());
-                opcode::Writev::new(fd, vectors, count.into()).offset(at).rw_flags(sync).build().flags(write)
+                opcode::Writev::new(fd, vectors, count.into()).offset(at).rw_flags(sync).build().flags(thread)
             }
             (FileStep::Zeroes, _) => {
                 let len = left.min(ZEROES_BYTES as u64) as u32;
                 let start =
                     shared.zeroes.span(0, len as usize).map_or(std::ptr::null(), |span| span.as_ptr().cast_const());
-                opcode::Write::new(fd, start, len).offset(at).rw_flags(sync).build().flags(write)
+                opcode::Write::new(fd, start, len).offset(at).rw_flags(sync).build().flags(thread)
             }
             (FileStep::Discard | FileStep::Punch | FileStep::PunchThenAllocate, _) => {
                 opcode::Fallocate::new(fd, self.len).offset(self.offset).mode(PUNCH).build()
@@ -361,6 +389,7 @@ mod tests {
             counters: super::super::FileCounters::default(),
             is_block_device: false,
             threads: super::super::Threads::NONE,
+            disk: None,
             no_trim: false.into(),
             no_punch: false.into(),
             no_zero_range: false.into(),

@@ -18,6 +18,7 @@ use blkyard_mem::{BufferId, BufferMap, Region, RegionTable, RegisteredBuffer, Sp
 use blkyard_mq::{Batch, Cid, Cids, Done, Driver, ErrorCode, Op, Request, Segment, Segments, Shortage, Status};
 
 use super::SharedFile;
+use super::disk::DiskUse;
 use super::place::{BOUNCES, Data, FileSlot, Next};
 use super::syncs::SyncWait;
 use crate::ring::{Attachment, FileHolder, InboxId, Ring};
@@ -29,6 +30,8 @@ pub struct FileQueue {
     inbox: Option<InboxId>,
     /// Has that ring keep the file open while there is a inbox.
     file: Option<FileHolder>,
+    /// What that lane has in flight on the file's disk.
+    disk: Option<Arc<DiskUse>>,
     /// The regions of the queue's memory, by their number.
     attached: ManuallyDrop<Vec<Option<Arc<Attachment>>>>,
     /// Registered buffers in those regions.
@@ -71,6 +74,7 @@ impl FileQueue {
         FileQueue {
             inbox: None,
             file: None,
+            disk: None,
             attached: ManuallyDrop::new(Vec::new()),
             buffers: BufferMap::default(),
             cids: Cids::new(depth),
@@ -96,6 +100,7 @@ impl FileQueue {
     #[cold]
     fn open_inbox(&mut self, ring: &mut Ring) -> InboxId {
         self.file = Some(ring.hold(&self.shared.file));
+        self.disk = self.shared.disk.as_ref().map(|room| ring.disk_use(room));
         *self.inbox.insert(ring.inbox(self.places.len()))
     }
 
@@ -105,6 +110,7 @@ impl FileQueue {
             ring.close(inbox);
         }
         self.file = None;
+        self.disk = None;
         self.attached.clear();
         self.buffers.clear();
         ring.sweep();
@@ -245,6 +251,9 @@ impl FileQueue {
         let (_, segments) = done.request_at(index);
         let status = self.settle(memory, index, segments, status);
         let Ok(tag) = self.cids.redeem(cid) else { return };
+        if let Some(disk) = &self.disk {
+            self.places[index].end_on(disk);
+        }
         self.in_flight -= 1;
         done.complete(tag, status);
     }
@@ -302,6 +311,9 @@ impl Driver<Ring> for FileQueue {
                 && self.places[index].is_sync()
             {
                 self.places[index].sync = Some(syncs.begin());
+            }
+            if let Some(disk) = &self.disk {
+                self.places[index].begin_on(disk);
             }
             let max = usize::from(self.shared.segments_max);
             let vectors = self.vectors[index * max..].as_ptr();
