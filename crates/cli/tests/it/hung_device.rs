@@ -3,7 +3,7 @@
 
 use std::fs::File;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::time::Duration;
 
 use blkyard_nvme::{Sqe, io};
@@ -11,6 +11,7 @@ use rustix::process::Signal;
 
 use crate::common::{Daemon, Process, inspect, program, run, succeed, wait_until};
 use crate::fuse::Fuse;
+use crate::loop_device::Loop;
 use crate::nvme_tcp::{HOST, NQN, free_address, pattern};
 use crate::tcp_host::TcpHost;
 
@@ -106,36 +107,16 @@ fn file_whose_server_hangs_delays_no_other_on_its_lane() {
     }
 }
 
-/// A block device of the kernel over a file. `None` where there are none.
-struct Loop(String);
-
-impl Loop {
-    fn over(file: &Path) -> Option<Loop> {
-        let made = Command::new("losetup").args(["--find", "--show"]).arg(file).output();
-        let name = made.ok().filter(|made| made.status.success()).map(|made| String::from_utf8(made.stdout).unwrap());
-        if name.is_none() {
-            println!("skipped: no block device can be made of a file here");
-        }
-        name.map(|name| Loop(name.trim().into()))
-    }
-}
-
-impl Drop for Loop {
-    fn drop(&mut self) {
-        let _ = Command::new("losetup").args(["--detach", &self.0]).status();
-    }
-}
-
 #[test]
 fn disk_that_hangs_with_more_than_it_has_room_for_delays_no_other_on_its_lane() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     std::fs::create_dir(folder.join("mounted")).unwrap();
     let Some(served) = Fuse::mount(&folder.join("mounted"), &[]) else { return };
-    let Some(disk) = Loop::over(&served.file()) else { return };
+    let Some(disk) = Loop::new(&served.file(), &[]) else { return };
     File::create(folder.join("image")).unwrap().set_len(16 << 20).unwrap();
     // What is read through the page cache is submitted by whoever wants it.
-    let hung = ["--device", &format!("{}?direct=off", disk.0), "--export", "vhost-user-blk:s?queues=2"];
+    let hung = ["--device", &format!("{}?direct=off", disk.0.display()), "--export", "vhost-user-blk:s?queues=2"];
     let other = ["--device", "image", "--export", "vhost-user-blk:t?queues=1"];
     let daemon = Daemon::start(folder, &[&["--control", "c", "--lanes", "1"], &hung[..], &other].concat());
     served.hang();

@@ -20,6 +20,8 @@ mod guest;
 mod hung_device;
 mod idle_exports;
 mod killed_daemon;
+#[path = "../../../os/tests/common/loop_device.rs"]
+mod loop_device;
 #[path = "../../../attach/tests/common/lossy.rs"]
 mod lossy;
 mod many_exports;

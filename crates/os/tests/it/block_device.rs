@@ -1,8 +1,7 @@
 //! A block device as a disk: a loop device, where we may make one. Says so where we may not.
 
 use std::os::fd::AsRawFd;
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -11,27 +10,7 @@ use blkyard_os::{Direct, FileConfig, FileDevice, FileQueue, OpenError, Ring, Rin
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
 use crate::common::{Bench, bio, image, pattern, range};
-
-/// A loop device over a file; goes with its holder.
-struct Loop(PathBuf);
-
-impl Loop {
-    fn new(backing: &Path, options: &[&str]) -> Option<Loop> {
-        let made = Command::new("losetup").args(["--find", "--show"]).args(options).arg(backing).output();
-        let made = made.ok().filter(|made| made.status.success());
-        let Some(made) = made else {
-            println!("skipped: no loop device can be made here");
-            return None;
-        };
-        Some(Loop(String::from_utf8(made.stdout).unwrap().trim().into()))
-    }
-}
-
-impl Drop for Loop {
-    fn drop(&mut self) {
-        let _ = Command::new("losetup").arg("--detach").arg(&self.0).status();
-    }
-}
+use crate::loop_device::Loop;
 
 #[test]
 fn a_block_device_is_read_written_and_trimmed() {

@@ -10,6 +10,8 @@ mod file_io;
 mod file_open;
 mod lane;
 mod lanes;
+#[path = "../common/loop_device.rs"]
+mod loop_device;
 mod no_alloc;
 mod receiver;
 mod second_ring;
