@@ -2,7 +2,7 @@
 //!
 //! [`FileDevice::open`] probes the abilities of the file and locks it. From then on only its queues use it, through
 //! the ring of their lane. I/O is direct where the file system supports that, and goes through the page cache
-//! elsewhere. The alignment of direct I/O becomes the logical block size; memory that does not fit it is copied and
+//! elsewhere, also where direct I/O needs larger blocks than the disk has; memory that does not fit it is copied and
 //! counted.
 //!
 //! The lock is on the file description that carries the I/O, and the kernel keeps that open until the last operation
@@ -74,7 +74,7 @@ pub struct FileConfig {
     pub read_only: bool,
     /// Whether I/O goes past the page cache.
     pub direct: Direct,
-    /// Logical block, bytes; by default 512, or the alignment of direct I/O if that is more.
+    /// Logical block, bytes; by default that of a block device, and 512 for a file, wherever it lies.
     pub block_bytes: Option<u32>,
     /// Each write is durable when it completes, so flushes are no-ops.
     pub write_through: bool,
@@ -106,8 +106,37 @@ pub enum Mode {
     /// Through the page cache.
     Buffered {
         /// Why.
-        reason: &'static str,
+        reason: Indirect,
     },
+}
+
+/// Why I/O does not bypass the page cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Indirect {
+    /// The configuration says so.
+    Asked,
+    /// It did not with the process from which the file was taken over.
+    Adopted,
+    /// There is no direct I/O.
+    Refused,
+    /// Direct I/O needs blocks of so many bytes.
+    Blocks(u32),
+    /// The file system does not state the alignment of direct I/O, and a file without data does not show it.
+    Untried,
+}
+
+impl std::fmt::Display for Indirect {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Indirect::Asked => f.write_str("as asked"),
+            Indirect::Adopted => f.write_str("as before it was taken over"),
+            Indirect::Refused => f.write_str("the file system does no direct I/O on this file"),
+            Indirect::Blocks(bytes) => {
+                write!(f, "direct I/O needs blocks of {bytes} bytes here: ?block_size={bytes} for a new disk")
+            }
+            Indirect::Untried => f.write_str("what direct I/O needs here is unknown until the file has data"),
+        }
+    }
 }
 
 impl std::fmt::Display for Mode {

@@ -27,7 +27,7 @@ pub use caches::cache_bytes;
 pub use child::bind_to_us;
 pub use clock::{Clock, SystemClock, now_ns, process_cpu_ns, thread_cpu_ns};
 pub use descriptors::allow_all_descriptors;
-pub use file::{Direct, FileConfig, FileCounters, FileDevice, FileQueue, Mode, OpenError};
+pub use file::{Direct, FileConfig, FileCounters, FileDevice, FileQueue, Indirect, Mode, OpenError};
 pub use lane_thread::{
     Admission, LaneConfig, LaneError, LaneThread, MakePoller, NotAdmitted, PolicyChange, Release, spawn,
 };

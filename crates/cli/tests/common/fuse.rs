@@ -25,7 +25,9 @@ const FSYNC: u32 = 20;
 pub const FLUSH: u32 = 25;
 const INIT: u32 = 26;
 const FALLOCATE: u32 = 43;
+const LSEEK: u32 = 46;
 const NOT_THERE: i32 = -38;
+const NO_DATA: i32 = -6;
 
 /// Bytes of the only file.
 pub const FILE_BYTES: u64 = 16 << 20;
@@ -35,6 +37,7 @@ pub struct Fuse {
     device: Option<Arc<File>>,
     folder: PathBuf,
     hangs: Arc<AtomicBool>,
+    has_data: Arc<AtomicBool>,
 }
 
 impl Fuse {
@@ -59,6 +62,8 @@ impl Fuse {
         let weak = Arc::downgrade(&device);
         let hangs = Arc::new(AtomicBool::new(false));
         let all = Arc::clone(&hangs);
+        let has_data = Arc::new(AtomicBool::new(true));
+        let data = Arc::clone(&has_data);
         std::thread::spawn(move || {
             let mut bytes = vec![0; 1 << 18];
             loop {
@@ -70,16 +75,21 @@ impl Fuse {
                 }
                 let Ok(read) = (&*device).read(&mut bytes) else { return };
                 if !all.load(Ordering::Relaxed) {
-                    let _ = answer(&bytes[..read], silent).map(|answer| (&*device).write_all(&answer));
+                    let _ = answer(&bytes[..read], silent, &data).map(|answer| (&*device).write_all(&answer));
                 }
             }
         });
-        Some(Fuse { device: Some(device), folder: folder.into(), hangs })
+        Some(Fuse { device: Some(device), folder: folder.into(), hangs, has_data })
     }
 
     /// From now on it answers nothing.
     pub fn hang(&self) {
         self.hangs.store(true, Ordering::Relaxed);
+    }
+
+    /// Its file is a hole until something is written.
+    pub fn empty(&self) {
+        self.has_data.store(false, Ordering::Relaxed);
     }
 
     /// Its file.
@@ -95,7 +105,7 @@ impl Drop for Fuse {
     }
 }
 
-fn answer(request: &[u8], silent: &[u32]) -> Option<Vec<u8>> {
+fn answer(request: &[u8], silent: &[u32], has_data: &AtomicBool) -> Option<Vec<u8>> {
     let word = |at: usize| u32::from_ne_bytes(request[at..at + 4].try_into().unwrap());
     let (kind, node) = (word(4), u64::from_ne_bytes(request[16..24].try_into().unwrap()));
     if silent.contains(&kind) || kind == FORGET {
@@ -123,9 +133,17 @@ fn answer(request: &[u8], silent: &[u32]) -> Option<Vec<u8>> {
         STATFS => vec![0; 80],
         // The length is behind the file's handle and the offset.
         READ => vec![0; word(56) as usize],
-        WRITE => words(&[word(56), 0]),
+        WRITE => {
+            has_data.store(true, Ordering::Relaxed);
+            words(&[word(56), 0])
+        }
+        // Behind the file's handle: the offset sought from, which is data.
+        LSEEK if has_data.load(Ordering::Relaxed) => request[48..56].to_vec(),
         RELEASE | FLUSH | FSYNC | FALLOCATE => Vec::new(),
-        _ => return Some([words(&[16, NOT_THERE.cast_unsigned()]), request[8..16].to_vec()].concat()),
+        other => {
+            let error = if other == LSEEK { NO_DATA } else { NOT_THERE };
+            return Some([words(&[16, error.cast_unsigned()]), request[8..16].to_vec()].concat());
+        }
     };
     Some([words(&[16 + body.len() as u32, 0]), request[8..16].to_vec(), body].concat())
 }

@@ -19,6 +19,7 @@ mod ghost_writes;
 mod guest;
 mod hung_device;
 mod idle_exports;
+mod image_blocks;
 mod killed_daemon;
 #[path = "../../../os/tests/common/loop_device.rs"]
 mod loop_device;

@@ -3,6 +3,8 @@
 use std::io;
 use std::path::PathBuf;
 
+use super::Indirect;
+
 /// Why a file could not be opened.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
@@ -56,7 +58,7 @@ pub enum OpenError {
     /// The last block is not whole.
     #[error(
         "{path} has {bytes} bytes, which is not a multiple of its block of {block}. Round it up with \
-         `truncate -s %{block} {path}`{hint}",
+         `truncate -s %{block} {path}`",
         path = path.display()
     )]
     OddSize {
@@ -66,8 +68,6 @@ pub enum OpenError {
         bytes: u64,
         /// The logical block.
         block: u32,
-        /// Further cure.
-        hint: &'static str,
     },
     /// No size for a block.
     #[error(
@@ -82,28 +82,13 @@ pub enum OpenError {
         /// The largest that can be.
         max: u32,
     },
-    /// Smaller than direct I/O can do.
-    #[error(
-        "{path}: block size {asked} is too small for direct I/O here; give {align}{hint}",
-        path = path.display()
-    )]
-    BlockTooSmall {
-        /// The file.
-        path: PathBuf,
-        /// Value of the option.
-        asked: u32,
-        /// Alignment needed by the file system or the device.
-        align: u32,
-        /// Further cure.
-        hint: &'static str,
-    },
     /// Direct I/O was asked for and cannot be had.
-    #[error("{path}: {reason}, so direct I/O is not possible; open it with ?direct=off", path = path.display())]
+    #[error("{path}: no direct I/O ({reason}); open it with ?direct=off", path = path.display())]
     NotDirect {
         /// The file.
         path: PathBuf,
         /// Why not.
-        reason: &'static str,
+        reason: Indirect,
     },
     /// The system reports inconsistent limits.
     #[error("{path}: inconsistent limits: {source}; open it with another ?block_size", path = path.display())]

@@ -22,12 +22,12 @@ use super::holder::living_holder;
 use super::lock::{Locked, lock};
 use super::passthrough;
 use super::place::{BOUNCES, ZEROES_BYTES};
-use super::{Direct, FileConfig, FileCounters, FileDevice, Mode, OpenError, SharedFile, Syncs, Threads};
+use super::{Direct, FileConfig, FileCounters, FileDevice, Indirect, Mode, OpenError, SharedFile, Syncs, Threads};
 
 /// Largest logical block: the limit of virtio and its guests with pages of the usual size.
 const BLOCK_BYTES_MAX: u32 = 4096;
-/// Default alignment of direct I/O: no disk in use needs more.
-const ALIGN_UNKNOWN: u32 = 4096;
+/// Largest alignment of direct I/O where it is not stated: no disk in use needs more.
+const ALIGN_MAX: u32 = 4096;
 /// A process that ends takes its locks with it only once the kernel has taken its rings apart, some milliseconds
 /// later. One that follows on its heels waits for that, a third of a second in all, and asks often: a guest waits, too.
 const CLAIM_TRIES: u32 = 150;
@@ -65,9 +65,9 @@ impl FileDevice {
         let flags = rustix::fs::fcntl_getfl(&file)
             .map_err(|error| system(&config, "its descriptor is invalid")(error.into()))?;
         let probed = match config.direct {
-            Direct::Off => Probed::NotAsked,
+            Direct::Off => Probed::Buffered(Indirect::Asked),
             _ if flags.contains(rustix::fs::OFlags::DIRECT) => Probed::Direct,
-            _ => Probed::Refused,
+            _ => Probed::Buffered(Indirect::Adopted),
         };
         match claim_open(&config, file, probed)? {
             Claim::Got(claimed) => {
@@ -96,14 +96,16 @@ impl FileDevice {
         let bytes = seek(&file, SeekFrom::End(0)).map_err(|e| system("its size cannot be read")(e.into()))?;
         let device_block = if block_device { rustix::fs::ioctl_blksszget(&file).unwrap_or(512) } else { 512 };
         let system_type = system_type(file.as_fd(), block_device);
-        let mode = mode(&config, file.as_fd(), system_type, device_block, probed)?;
-        let block = logical_block(&config, &mode, device_block)?;
+        let block = logical_block(&config, device_block)?;
+        let mode = match probed {
+            Probed::Direct => mode(&config, file.as_fd(), system_type, device_block, block)?,
+            Probed::Buffered(reason) => buffered(&config, reason)?,
+        };
         if bytes == 0 {
             return Err(OpenError::Empty { path: config.path });
         }
         if !bytes.is_multiple_of(u64::from(block)) {
-            let hint = if block > 512 && config.block_bytes.is_none() { ", or open it with ?direct=off" } else { "" };
-            return Err(OpenError::OddSize { path: config.path, bytes, block, hint });
+            return Err(OpenError::OddSize { path: config.path, bytes, block });
         }
         let physical = if block_device {
             rustix::fs::ioctl_blkpbszget(&file).unwrap_or(block)
@@ -304,8 +306,7 @@ fn kind_of(path: &Path, kind: FileType) -> Result<bool, OpenError> {
 #[derive(Clone, Copy)]
 enum Probed {
     Direct,
-    Refused,
-    NotAsked,
+    Buffered(Indirect),
 }
 
 fn open_file(config: &FileConfig, block_device: bool) -> io::Result<(OwnedFd, Probed)> {
@@ -317,9 +318,11 @@ fn open_file(config: &FileConfig, block_device: bool) -> io::Result<(OwnedFd, Pr
         options.open(&config.path).map(OwnedFd::from)
     };
     match config.direct {
-        Direct::Off => open(0).map(|file| (file, Probed::NotAsked)),
+        Direct::Off => open(0).map(|file| (file, Probed::Buffered(Indirect::Asked))),
         Direct::Auto | Direct::On => match open(libc::O_DIRECT) {
-            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => open(0).map(|file| (file, Probed::Refused)),
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
+                open(0).map(|file| (file, Probed::Buffered(Indirect::Refused)))
+            }
             opened => opened.map(|file| (file, Probed::Direct)),
         },
     }
@@ -348,88 +351,90 @@ fn open_error(config: &FileConfig, block_device: bool, source: io::Error) -> Ope
     }
 }
 
+/// The mode of a file with blocks of this size that is open for direct I/O.
 fn mode(
     config: &FileConfig,
     file: BorrowedFd<'_>,
     system_type: Option<i64>,
     device_block: u32,
-    probed: Probed,
+    block: u32,
 ) -> Result<Mode, OpenError> {
-    let aligned = match probed {
-        Probed::NotAsked => return Ok(Mode::Buffered { reason: "as asked" }),
-        Probed::Refused => None,
-        Probed::Direct => stated_alignment(file, system_type, device_block),
+    let reason = match alignment(file, system_type, device_block) {
+        Alignment::Known(memory_align, offset_align) if offset_align <= block => {
+            return Ok(Mode::Direct { memory_align, offset_align });
+        }
+        Alignment::Known(_, offset_align) => Indirect::Blocks(offset_align),
+        Alignment::Unknown if block >= ALIGN_MAX => {
+            return Ok(Mode::Direct { memory_align: block, offset_align: block });
+        }
+        Alignment::Unknown => Indirect::Untried,
+        Alignment::None => Indirect::Refused,
     };
-    if let Some((memory_align, offset_align)) = aligned {
-        return Ok(Mode::Direct { memory_align, offset_align });
-    }
-    let reason = "the file system does no direct I/O on this file";
-    if config.direct == Direct::On {
-        return Err(OpenError::NotDirect { path: config.path.clone(), reason });
-    }
-    // The flag was accepted, yet I/O would be refused.
+    let mode = buffered(config, reason)?;
     let flags = rustix::fs::fcntl_getfl(file)
         .and_then(|flags| rustix::fs::fcntl_setfl(file, flags.difference(rustix::fs::OFlags::DIRECT)));
-    match flags {
-        Ok(()) => Ok(Mode::Buffered { reason }),
-        Err(errno) => Err(OpenError::System {
-            path: config.path.clone(),
-            what: "direct I/O cannot be disabled",
-            source: errno.into(),
-        }),
+    flags.map_err(|errno| system(config, "direct I/O cannot be disabled")(errno.into()))?;
+    Ok(mode)
+}
+
+/// The mode without direct I/O, if that may be.
+fn buffered(config: &FileConfig, reason: Indirect) -> Result<Mode, OpenError> {
+    match config.direct {
+        Direct::On => Err(OpenError::NotDirect { path: config.path.clone(), reason }),
+        Direct::Auto | Direct::Off => Ok(Mode::Buffered { reason }),
     }
 }
 
-/// Alignment of memory and of offsets for direct I/O on this file, bytes; `None` without direct I/O.
-fn stated_alignment(file: BorrowedFd<'_>, system_type: Option<i64>, device_block: u32) -> Option<(u32, u32)> {
+/// Alignment for direct I/O on a file.
+enum Alignment {
+    /// Of memory and of offsets, bytes.
+    Known(u32, u32),
+    /// The file system does not state it, and the file has no data to try it with.
+    Unknown,
+    /// There is no direct I/O, although it can be opened for it.
+    None,
+}
+
+fn alignment(file: BorrowedFd<'_>, system_type: Option<i64>, device_block: u32) -> Alignment {
     let stated = statx(file, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN);
     if let Ok(stated) = stated
         && stated.stx_mask & StatxFlags::DIOALIGN.bits() != 0
     {
         let (memory, offset) = (stated.stx_dio_mem_align, stated.stx_dio_offset_align);
-        return (memory.is_power_of_two() && offset.is_power_of_two()).then_some((memory, offset));
+        let has_direct = memory.is_power_of_two() && offset.is_power_of_two();
+        return if has_direct { Alignment::Known(memory, offset) } else { Alignment::None };
     }
     // On tmpfs direct and cached I/O are the same, at any offset.
     if system_type == Some(libc::TMPFS_MAGIC) {
-        return Some((1, 1));
+        return Alignment::Known(1, 1);
     }
-    let from = device_block.max(512);
-    let works = |align: &u32| try_read(file, u64::from(*align));
-    let offset =
-        std::iter::successors(Some(from), |align| Some(align * 2)).take_while(|a| *a <= ALIGN_UNKNOWN).find(works);
+    // Holes prove nothing: the device is not read.
+    let Ok(data) = seek(file, SeekFrom::Data(0)) else { return Alignment::Unknown };
+    let smaller = std::iter::successors(Some(device_block.max(512)), |align| Some(align * 2));
+    let mut smaller = smaller.take_while(|align| *align < ALIGN_MAX);
+    let offset = smaller.find(|align| try_read(file, data, *align)).unwrap_or(ALIGN_MAX);
     // Memory with the alignment of offsets is always sufficient.
-    offset.map(|offset| (offset, offset))
+    Alignment::Known(offset, offset)
 }
 
-/// Whether a direct read works at an offset that is aligned to exactly `align`. Holes prove nothing, since the device
-/// is not read: a file without data gets the largest alignment.
-fn try_read(file: BorrowedFd<'_>, align: u64) -> bool {
-    if align == u64::from(ALIGN_UNKNOWN) {
-        return true;
-    }
+/// Whether a direct read behind `data` works at an offset that is aligned to exactly `align`.
+fn try_read(file: BorrowedFd<'_>, data: u64, align: u32) -> bool {
     let Ok(memory) = Region::anonymous(PAGE_BYTES) else { return false };
-    let Ok(data) = seek(file, SeekFrom::Data(0)) else { return false };
-    let place = data.next_multiple_of(u64::from(ALIGN_UNKNOWN)) + align;
+    let place = data.next_multiple_of(u64::from(ALIGN_MAX)) + u64::from(align);
     let Some(span) = memory.span(0, align as usize) else { return false };
     // SAFETY: `span` is mapped and writable for its length, and has no other user.
     let read = unsafe { libc::pread(file.as_raw_fd(), span.as_ptr().cast(), span.len(), place as i64) };
     read == align as isize
 }
 
-fn logical_block(config: &FileConfig, mode: &Mode, device_block: u32) -> Result<u32, OpenError> {
-    let align = match mode {
-        Mode::Direct { offset_align, .. } => (*offset_align).max(device_block),
-        Mode::Buffered { .. } => 512,
-    }
-    .max(512);
-    let path = || config.path.clone();
-    let Some(asked) = config.block_bytes else { return Ok(align) };
-    if !asked.is_power_of_two() || !(512..=BLOCK_BYTES_MAX.max(align)).contains(&asked) {
-        return Err(OpenError::Block { path: path(), asked, max: BLOCK_BYTES_MAX.max(align) });
-    }
-    if asked < align {
-        let hint = if config.direct == Direct::On { "" } else { ", or open it with ?direct=off" };
-        return Err(OpenError::BlockTooSmall { path: path(), asked, align, hint });
+/// The logical block: what was asked for, or that of a block device. That of an image does not depend on where it lies:
+/// its partition table counts in blocks (docs/adr/0083).
+fn logical_block(config: &FileConfig, device_block: u32) -> Result<u32, OpenError> {
+    let own = device_block.max(512);
+    let Some(asked) = config.block_bytes else { return Ok(own) };
+    let max = BLOCK_BYTES_MAX.max(own);
+    if !asked.is_power_of_two() || !(512..=max).contains(&asked) {
+        return Err(OpenError::Block { path: config.path.clone(), asked, max });
     }
     Ok(asked)
 }

@@ -10,10 +10,11 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use blkyard_mq::{BlockDevice, HwQueue, HwQueueConfig, RegionTable};
-use blkyard_os::{Direct, FileConfig, FileDevice, Mode, OpenError, Ring, RingConfig};
+use blkyard_os::{Direct, FileConfig, FileDevice, Indirect, Mode, OpenError, Ring, RingConfig};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
 use crate::common::{folders, image, open};
+use crate::loop_device::Loop;
 
 /// Longer than anything here takes on a busy machine.
 const PATIENCE: Duration = Duration::from_mins(1);
@@ -53,20 +54,16 @@ fn what_can_be_no_disk_is_told_why_and_what_to_do() {
 }
 
 #[test]
-fn the_block_fits_the_file_and_what_was_asked() {
+fn the_block_is_what_was_asked_or_512() {
     for folder in folders() {
         let path = image(&folder, 1 << 20);
         let block = |direct, block_bytes| {
             let config = FileConfig { direct, block_bytes, ..FileConfig::new(&path) };
             FileDevice::open(config).map(|device| device.info().limits.logical_block_bytes)
         };
-        let native = block(Direct::Auto, None).unwrap();
-        assert_eq!(block(Direct::Off, None).unwrap(), 512);
-        assert_eq!(block(Direct::Off, Some(4096)).unwrap(), 4096);
-        assert_eq!(block(Direct::Auto, Some(4096)).unwrap(), 4096);
-        if native > 512 {
-            let error = block(Direct::Auto, Some(512)).unwrap_err();
-            assert!(error.to_string().contains("?direct=off"), "{error}");
+        for direct in [Direct::Auto, Direct::Off] {
+            assert_eq!(block(direct, None).unwrap(), 512);
+            assert_eq!(block(direct, Some(4096)).unwrap(), 4096);
         }
         for asked in [0, 256, 1000, 1 << 20] {
             assert!(matches!(block(Direct::Auto, Some(asked)), Err(OpenError::Block { .. })), "{asked}");
@@ -76,11 +73,33 @@ fn the_block_fits_the_file_and_what_was_asked() {
 }
 
 #[test]
+fn the_block_of_an_image_does_not_depend_on_the_disk_below() {
+    let folder = tempfile::tempdir().unwrap();
+    let Some(disk) = Loop::new(&image(&folder, 32 << 20), &["--sector-size", "4096"]) else { return };
+    let run = |name: &str, words: &[&Path]| assert!(Command::new(name).args(words).status().unwrap().success());
+    run("mkfs.ext4", &[Path::new("-q"), &disk.0]);
+    let mounted = tempfile::tempdir().unwrap();
+    run("mount", &[&disk.0, mounted.path()]);
+    let path = image(&mounted, 1 << 20);
+    let mode = |direct, block_bytes| {
+        let device = FileDevice::open(FileConfig { direct, block_bytes, ..FileConfig::new(&path) })?;
+        Ok((device.info().limits.logical_block_bytes, device.mode().clone()))
+    };
+    let found: [Result<_, OpenError>; 3] =
+        [mode(Direct::Auto, None), mode(Direct::Auto, Some(4096)), mode(Direct::On, None)];
+    run("umount", &[mounted.path()]);
+    let [auto, asked, on] = found;
+    assert_eq!(auto.unwrap(), (512, Mode::Buffered { reason: Indirect::Blocks(4096) }));
+    assert!(matches!(asked.unwrap(), (4096, Mode::Direct { offset_align: 4096, .. })));
+    assert!(on.unwrap_err().to_string().contains("?block_size=4096"));
+}
+
+#[test]
 fn the_mode_is_told() {
     let folder = &folders()[0];
     let path = image(folder, 1 << 20);
     let mode = |direct| open(FileConfig { direct, ..FileConfig::new(&path) }).mode().clone();
-    assert_eq!(mode(Direct::Off), Mode::Buffered { reason: "as asked" });
+    assert_eq!(mode(Direct::Off), Mode::Buffered { reason: Indirect::Asked });
     if let Mode::Direct { memory_align, offset_align } = mode(Direct::Auto) {
         assert!(memory_align.is_power_of_two() && offset_align.is_power_of_two());
         assert_eq!(mode(Direct::On), mode(Direct::Auto));
