@@ -83,6 +83,8 @@ bitflags::bitflags! {
         const PREFLUSH = 1;
         const DATA = 2;
         const POSTFLUSH = 4;
+        /// Not a step: its data has a request.
+        const DISPATCHED = 8;
     }
 }
 

@@ -11,7 +11,8 @@
 //!
 //! Two lists ensure that a flush covers only earlier writes: bios that wait for a flush not yet issued, and bios that
 //! wait on the one in flight. A flush is issued if none is in flight and a bio waits, as soon as no data of a flush
-//! sequence is in flight, whose flush could be shared too, or the first bio has waited too long.
+//! sequence is in flight, whose flush could be shared too, or the first bio has waited too long. Data without a request
+//! is not in flight: a rate limit may hold it for any time.
 //!
 //! Each namespace of each hardware queue has its own machine, owned by the queue. A flush of one still covers what has
 //! completed on the others before, since it flushes the device's cache. This module holds bios and decides; requests
@@ -84,8 +85,13 @@ impl Flush {
             self.pending.push_back(bio);
             return None;
         }
-        self.data_in_flight += 1;
         Some(bio)
+    }
+
+    /// The data of a sequence has a request.
+    pub(super) fn data_dispatched(&mut self, bio: &mut Bio) {
+        bio.steps.insert(FlushSteps::DISPATCHED);
+        self.data_in_flight += 1;
     }
 
     /// Bios that wait for the next flush, the last first.
@@ -141,7 +147,6 @@ impl Flush {
             let before = bio.steps.contains(FlushSteps::PREFLUSH);
             bio.steps.remove(if before { FlushSteps::PREFLUSH } else { FlushSteps::POSTFLUSH });
             if status.is_ok() && bio.steps.contains(FlushSteps::DATA) {
-                self.data_in_flight += 1;
                 each(FlushNext::Data(bio));
             } else {
                 bio.status = bio.status.and(status);
@@ -153,8 +158,8 @@ impl Flush {
 
     /// The data of a sequence has completed, with its status in the bio. Returns the bio if that was its last step.
     pub(super) fn data_ended(&mut self, mut bio: Box<Bio>) -> Option<Box<Bio>> {
-        self.data_in_flight -= 1;
-        bio.steps.remove(FlushSteps::DATA);
+        self.data_taken(bio.steps);
+        bio.steps.remove(FlushSteps::DATA | FlushSteps::DISPATCHED);
         if bio.status.is_ok() && bio.steps.contains(FlushSteps::POSTFLUSH) {
             self.pending.push_back(bio);
             return None;
@@ -183,9 +188,9 @@ impl Flush {
         bio
     }
 
-    /// A bio whose data was in flight is taken out.
-    pub(super) fn data_taken(&mut self) {
-        self.data_in_flight -= 1;
+    /// A bio with these steps is taken out.
+    pub(super) fn data_taken(&mut self, steps: FlushSteps) {
+        self.data_in_flight -= usize::from(steps.contains(FlushSteps::DISPATCHED));
     }
 
     /// Whether someone waits for a flush that is not issued.

@@ -261,10 +261,14 @@ impl<D> HwQueue<D> {
     }
 
     /// Turns a bio into a request, or into the first of several. There is a tag.
-    pub(super) fn split_first(&mut self, number: usize, bio: Box<Bio>) {
+    pub(super) fn split_first(&mut self, number: usize, mut bio: Box<Bio>) {
         let namespace = &mut self.namespaces[number];
         let clocks_at_ns = namespace.clocks_at_ns;
-        match namespace.limits.split(&bio, Cursor::default()) {
+        let part = namespace.limits.split(&bio, Cursor::default());
+        if part.is_ok() && !bio.steps.is_empty() {
+            namespace.flush.data_dispatched(&mut bio);
+        }
+        match part {
             Ok(part) if part.sectors == bio.sectors => {
                 let shared = if self.namespaces.len() > 1 || bio.ticket != 0 { Marks::SHARED } else { Marks::empty() };
                 let marks = if bio.steps.is_empty() { shared } else { Marks::SEQUENCE };

@@ -167,10 +167,7 @@ impl<D> HwQueue<D> {
             self.tell_refused(&mut bio);
         }
         let steps = std::mem::replace(&mut bio.steps, FlushSteps::empty());
-        // Not while it waits for a flush before its data, or after it.
-        if steps.contains(FlushSteps::DATA) && !steps.contains(FlushSteps::PREFLUSH) {
-            self.namespaces[usize::from(bio.namespace)].flush.data_taken();
-        }
+        self.namespaces[usize::from(bio.namespace)].flush.data_taken(steps);
         bio.status = Status::Ok;
         self.bios_held -= 1;
         sink(TakenBio::new(bio, unanswered, sent));

@@ -339,3 +339,30 @@ fn namespaces_have_limits_of_their_own() {
     assert_eq!((bench.device().count_of(0), bench.device().count_of(1)), (5, 2));
     bench.end_all();
 }
+
+#[test]
+fn a_flush_does_not_wait_for_writes_that_a_limit_or_a_scheduler_holds() {
+    // One I/O a second, so that the second write is held; its data is to be followed by a flush of its own.
+    for scheduler in [SchedulerConfig::None, SchedulerConfig::Deadline(DeadlineConfig::default())] {
+        let info = DeviceInfo { volatile_cache: true, fua: false, ..disk() };
+        let config = HwQueueConfig { timeout_ns: 0, scheduler, ..HwQueueConfig::default() };
+        let mut bench = Bench::new(info, config);
+        bench.queue.set_rates(0, vec![limit(1, 0, 1)]);
+        bench.now_ns = 10_000 * MS;
+        bench.submit_all([0, 100, 200].map(|sector| with(bio(Op::Write, sector, 8), BioFlags::FUA)));
+        bench.turn();
+        assert_eq!((bench.device().ops(), held(&bench)), (vec![Op::Write], 2), "{scheduler:?}");
+        bench.end(0, Status::Ok);
+        assert_eq!(bench.device().ops(), [Op::Flush], "the first write waits for its flush alone, {scheduler:?}");
+        bench.device().end(|held| held.op == Op::Flush, Status::Ok);
+        bench.turn();
+        assert_eq!(bench.take_ok(), [0]);
+        let mut flush = bio(Op::Flush, 0, 0);
+        flush.cookie = 7;
+        bench.submit(flush);
+        bench.turn();
+        assert_eq!((bench.device().ops(), held(&bench)), (vec![Op::Flush], 2), "{scheduler:?}");
+        bench.end_all();
+        assert_eq!(bench.take_ok(), [7, 100, 200]);
+    }
+}
