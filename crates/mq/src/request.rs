@@ -431,10 +431,12 @@ impl RequestTable {
         }
     }
 
-    /// Shape of a request for merging; `None` if its kind does not merge.
+    /// Shape of a request for merging; `None` if its kind does not merge, or if it is a write that the device may still
+    /// execute: a bio that the device has never had does not wait for the end of that doubt.
     pub(crate) fn shape(&self, number: u16) -> Option<Shape> {
         let request = &self.requests[usize::from(number)];
-        if request.has(Marks::PART | Marks::FLUSH | Marks::SEQUENCE | Marks::NO_MERGE) {
+        let is_in_doubt = request.is_unanswered() && request.op().is_write();
+        if is_in_doubt || request.has(Marks::PART | Marks::FLUSH | Marks::SEQUENCE | Marks::NO_MERGE) {
             None
         } else if request.has(Marks::CHAINED) {
             Some(self.bios.shapes[usize::from(number)])

@@ -117,6 +117,22 @@ fn what_the_driver_has_stays_until_it_gives_it_back() {
 }
 
 #[test]
+fn a_new_write_does_not_join_one_that_the_device_may_still_execute() {
+    for op in [Op::Write, Op::Discard] {
+        let mut bench = Bench::deep(8);
+        bench.submit(bio(op, 0, 8));
+        bench.turn();
+        // The connection is lost, and the driver takes nothing until there is another.
+        bench.device().room = 0;
+        bench.device().requeue(|_| true);
+        bench.turn();
+        bench.submit(bio(op, 8, 8));
+        bench.turn();
+        assert_eq!(opened(take(&mut bench)), [(0, true), (8, false)], "{op:?}");
+    }
+}
+
+#[test]
 fn merged_bios_come_out_one_by_one_and_share_the_doubt() {
     let mut bench = Bench::deep(8);
     bench.submit_all([8, 16, 0].map(write));
