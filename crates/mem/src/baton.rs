@@ -153,7 +153,8 @@ impl<'a, T> Holder<'a, T> {
 
 impl<T> Drop for Holder<'_, T> {
     fn drop(&mut self) {
-        self.baton.word.0.fetch_or(BROKEN, Ordering::Release);
+        // Acquire pairs with the fetch-or in `Baton::take`: threads that left are seen by the one that tells them.
+        self.baton.word.0.fetch_or(BROKEN, Ordering::AcqRel);
     }
 }
 

@@ -167,6 +167,20 @@ impl<D: Driver<Cx> + Send, Cx: Context + Send> Wake for SharedQueueWaker<D, Cx> 
     }
 }
 
+/// Wakes all threads of a queue if this one panics while it owns the queue. Made before the baton is taken, so that it
+/// is dropped after it.
+struct PanicNotice<'a, D, Cx>(&'a SharedHwQueue<D, Cx>);
+
+impl<D, Cx> Drop for PanicNotice<'_, D, Cx> {
+    #[inline]
+    fn drop(&mut self) {
+        if std::thread::panicking() && self.0.is_broken() {
+            // They find the baton broken when they check again.
+            self.0.wake_all();
+        }
+    }
+}
+
 /// Current queue of a thread's rings, and its submitter index there.
 pub(crate) struct QueueLocation<D, Cx>(Mutex<(Arc<SharedHwQueue<D, Cx>>, usize)>);
 
@@ -407,10 +421,6 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
 
 impl<D, Cx> Drop for SwQueue<D, Cx> {
     fn drop(&mut self) {
-        if self.shared.is_broken() {
-            // They notice when they check again.
-            self.shared.wake_all();
-        }
         let held = self.places.held();
         assert!(held == 0 || std::thread::panicking(), "a thread left its queue with {held} bios out");
     }

@@ -10,7 +10,7 @@ use blkyard_mem::ring::Consumer;
 use blkyard_mem::sync::{AtomicBool, Ordering};
 use blkyard_mem::{Baton, Holder};
 
-use super::{Context, Ends, Member, Parker, rings};
+use super::{Context, Ends, Member, PanicNotice, Parker, rings};
 use crate::stats::HwStats;
 use crate::{Bio, DeviceInfo, Driver, HwQueue};
 
@@ -264,6 +264,7 @@ impl<D: Driver<Cx>, Cx: Context> SharedHwQueue<D, Cx> {
         calls: &mut Vec<usize>,
         clock: &impl Fn() -> u64,
     ) -> BatonOutcome {
+        let _notice = PanicNotice(self);
         let taken = match why {
             Why::Poll => self.baton.take_if_idle(),
             Why::Ring => self.take_with(ends, clock),
@@ -392,6 +393,7 @@ impl<D: Driver<Cx>, Cx: Context> SharedHwQueue<D, Cx> {
     /// Sets the pending bit for the owner, or acts in its place. If work may be `left`, the owner runs the queue, or a
     /// sleeper is woken that does; if none sleeps, every thread with work is running, and will take it.
     pub(super) fn set_pending(&self, left: bool, calls: &mut Vec<usize>) {
+        let _notice = PanicNotice(self);
         let Some(mut holder) = self.baton.take() else { return };
         loop {
             holder.take_pending();
@@ -447,6 +449,7 @@ impl<D: Driver<Cx>, Cx: Context> SharedHwQueue<D, Cx> {
     pub(crate) fn close(&self, calls: &mut Vec<usize>, clock: &impl Fn() -> u64) -> Vec<Member> {
         let me = self.submitters.len() - 1;
         let (mut nobody, _) = rings(1);
+        let _notice = PanicNotice(self);
         loop {
             if !self.polled {
                 self.announce(me);

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::thread;
 
 use blkyard_mq::{
-    Bio, BlockDevice, DeviceInfo, Driver, HwQueue, HwQueueConfig, NullConfig, NullDevice, Op, Parker, QueueLimits,
-    QueueMap, RamDevice, Region, RegionTable, Segment, Status, SwQueue,
+    Batch, Bio, BlockDevice, DeviceInfo, Done, Driver, HwQueue, HwQueueConfig, NullConfig, NullDevice, Op, Parker,
+    QueueLimits, QueueMap, RamDevice, Region, RegionTable, Segment, Status, SwQueue,
 };
 
 use crate::common::{TimedParker, now_ns};
@@ -281,41 +281,56 @@ fn a_thread_that_goes_without_its_bios_is_loud() {
     drop(life.queue);
 }
 
-/// A driver that panics drops its queue, and all threads that share it notice, also sleeping ones.
+/// A driver that takes requests, completes none, and panics when its fuse has burnt down.
+struct Bomb {
+    fuse: u32,
+}
+
+impl Driver<()> for Bomb {
+    fn queue_rqs(&mut self, (): &mut (), _: &RegionTable, batch: &mut Batch<'_>) {
+        self.fuse -= 1;
+        assert!(self.fuse > 0, "the driver broke a promise");
+        while let Some((tag, _, _)) = batch.take() {
+            // Forgotten so that its drop does not hide the expected panic.
+            std::mem::forget(tag);
+        }
+    }
+
+    fn poll(&mut self, (): &mut (), _: &RegionTable, _: &mut Done<'_>, _: u64) {}
+}
+
+/// A driver that panics gives up its queue, and all threads that share it notice, also sleeping ones; also if the
+/// thread in which it panicked keeps its end, as those of a disk do.
 #[test]
 fn a_broken_queue_leaves_nobody_asleep() {
-    use blkyard_mq::{Batch, Done};
-
-    struct Bomb {
-        fuse: u32,
-    }
-    impl Driver<()> for Bomb {
-        fn queue_rqs(&mut self, (): &mut (), _: &RegionTable, batch: &mut Batch<'_>) {
-            self.fuse -= 1;
-            assert!(self.fuse > 0, "the driver broke a promise");
-            while let Some((tag, _, _)) = batch.take() {
-                // Never completed. Forgotten so that its drop does not hide the expected panic.
-                std::mem::forget(tag);
-            }
-        }
-        fn poll(&mut self, (): &mut (), _: &RegionTable, _: &mut Done<'_>, _: u64) {}
-    }
     let mut ends = share(3, 1, 8, &memory(3), || Bomb { fuse: 3 }).into_iter();
+    let (tell, told) = std::sync::mpsc::channel();
     let mut waiters = Vec::new();
     for thread in 0..2 {
         let mut life = Life::new(ends.next().unwrap(), thread);
         life.submit(Op::Read, 0);
         life.queue.ring(&now_ns);
-        waiters.push(thread::spawn(move || life.take(true, |_, _| ())));
+        let tell = tell.clone();
+        waiters.push(thread::spawn(move || {
+            let wait = std::panic::AssertUnwindSafe(|| life.take(true, |_, _| ()));
+            let outcome = std::panic::catch_unwind(wait);
+            tell.send(outcome.is_err()).unwrap();
+            // Before this thread gives up its own end.
+            std::mem::forget(life);
+        }));
     }
     // Most likely they are asleep by then. If not, one of them may turn the queue for the last, which finds out then.
     thread::sleep(std::time::Duration::from_millis(20));
     let mut last = Life::new(ends.next().unwrap(), 2);
-    let bomber = thread::spawn(move || {
+    let break_it = std::panic::AssertUnwindSafe(|| {
         last.submit(Op::Read, 0);
         last.queue.ring(&now_ns);
         last.take(true, |_, _| ());
     });
-    assert!(bomber.join().is_err());
-    waiters.into_iter().for_each(|waiter| assert!(waiter.join().is_err()));
+    assert!(std::panic::catch_unwind(break_it).is_err());
+    for _ in &waiters {
+        assert_eq!(told.recv_timeout(std::time::Duration::from_secs(20)), Ok(true), "a thread sleeps on");
+    }
+    waiters.into_iter().for_each(|waiter| waiter.join().unwrap());
+    std::mem::forget(last);
 }
