@@ -148,8 +148,8 @@ impl<D> HwQueue<D> {
         namespace: u16,
         scheduler: Option<Box<dyn Scheduler>>,
     ) -> Option<Box<dyn Scheduler>> {
-        let bios_max = self.config.bios_max;
-        let namespace = self.namespaces.get_mut(usize::from(namespace))?;
+        let (bios_max, number) = (self.config.bios_max, usize::from(namespace));
+        let namespace = self.namespaces.get_mut(number)?;
         let had = namespace.scheduled.take().map(|mut had| {
             let mut waiting = Vec::with_capacity(bios_max);
             had.scheduler.drain(&mut |bio| waiting.push(bio));
@@ -162,10 +162,8 @@ impl<D> HwQueue<D> {
             None => (None, Vec::with_capacity(bios_max), 0),
         };
         if let Some(scheduler) = scheduler {
-            // Zero is for none. Before a number is reused, all bios with it have completed.
-            namespace.tickets = namespace.tickets % (PLAIN - 1) + 1;
-            let ticket = namespace.tickets;
-            namespace.scheduled = Some(Scheduled {
+            let ticket = self.next_ticket(number);
+            self.namespaces[number].scheduled = Some(Scheduled {
                 scheduler,
                 ticket,
                 fast_path: FastPath::NOTHING,
@@ -185,7 +183,21 @@ impl<D> HwQueue<D> {
         had
     }
 
-    /// The same, by its configuration. Builds the scheduler, which allocates.
+    /// The generation of the next scheduler of a namespace: zero is for none, and no bio in flight has it.
+    fn next_ticket(&mut self, number: usize) -> u16 {
+        let HwQueue { namespaces, table, .. } = self;
+        let namespace = &mut namespaces[number];
+        loop {
+            namespace.tickets = namespace.tickets % (PLAIN - 1) + 1;
+            let ticket = namespace.tickets;
+            let has_it = |bio: &Bio| bio.ticket == ticket;
+            if table.count_bios(has_it) == 0 && !namespace.bios.iter().any(|bio| has_it(bio)) {
+                return ticket;
+            }
+        }
+    }
+
+    /// [`HwQueue::set_scheduler`] by its configuration. Builds the scheduler, which allocates.
     pub fn schedule(&mut self, namespace: u16, config: SchedulerConfig) {
         let (depth, bios_max) = (self.tags.limit(), self.config.bios_max);
         let Some(of) = self.namespaces.get_mut(usize::from(namespace)) else { return };

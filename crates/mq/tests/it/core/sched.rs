@@ -1,7 +1,8 @@
 //! Scheduled bios: those that pass the scheduler and those that bypass it, the times of its calls, and joins.
 
 use blkyard_mq::{
-    BioFlags, DeadlineConfig, DeviceInfo, HwQueueConfig, Merging, Op, SchedulerConfig, Status, TimesliceConfig,
+    BioFlags, DeadlineConfig, DeviceInfo, HwQueueConfig, KyberConfig, Merging, Op, SchedulerConfig, Status,
+    TimesliceConfig,
 };
 
 use crate::core::hand::{Bench, bio, disk, read, with};
@@ -190,4 +191,20 @@ fn a_bio_split_in_parts_is_handed_out_once_and_ends_once() {
 fn slices_of_no_length_are_no_scheduler() {
     let bench = narrow(slices(0));
     assert_eq!(bench.snapshot().namespaces[0].scheduler, None);
+}
+
+#[test]
+fn a_bio_in_flight_is_not_taken_for_one_of_a_later_scheduler() {
+    for scheduler in [SchedulerConfig::Kyber(KyberConfig::default()), deadline()] {
+        let config = HwQueueConfig { depth: 2, bios_max: 4, scheduler, timeout_ns: 0, ..HwQueueConfig::default() };
+        let mut bench = Bench::new(disk(), config);
+        bench.submit(read(0));
+        bench.turn();
+        // As often as numbers of schedulers can differ: each abort of a scheduled command is one.
+        (0..u32::from(u16::MAX) - 1).for_each(|_| bench.queue.schedule(0, scheduler));
+        bench.end(0, Status::Ok);
+        bench.submit(read(100));
+        bench.end_all();
+        assert_eq!(bench.take_ok(), [0, 100]);
+    }
 }
