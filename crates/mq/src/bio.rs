@@ -119,7 +119,8 @@ pub struct Bio {
     /// Steps of its flush sequence that are still to come.
     pub(crate) steps: FlushSteps,
     /// Submitter, for schedulers: a thread, a job. Equal numbers are one stream. Zero if unknown, as behind a guest's
-    /// kernel: `fair` then recognises sequences. A shared queue sets the number of the thread in its place.
+    /// kernel: `fair` then recognises sequences. A shared queue sets the number of the thread in its place, until the
+    /// bio is returned.
     pub stream: u32,
     /// Kept by the scheduler that dispatched it.
     pub(crate) scheduler_word: u32,

@@ -386,7 +386,14 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
 
     #[inline]
     pub(crate) fn drain(&mut self, sink: &mut impl FnMut(Box<Bio>)) -> usize {
-        self.ends.drain(&mut self.places, sink)
+        let own = self.stream;
+        self.ends.drain(&mut self.places, &mut |mut bio: Box<Bio>| {
+            // Another thread may submit it again.
+            if bio.stream == own {
+                bio.stream = 0;
+            }
+            sink(bio);
+        })
     }
 
     /// Goes to the baton, and runs the queue if it is free.

@@ -464,3 +464,23 @@ fn a_driver_that_panics_in_the_middle_of_a_batch_answers_nothing_twice_and_all_w
     order.retain(|sector| *sector != 200);
     assert_eq!(order, [0, 1, 100, 101, 102], "each was taken once, and none after the bug");
 }
+
+#[test]
+fn a_bio_that_another_thread_submits_again_is_of_that_thread() {
+    let device = NullDevice::new(info(), NullConfig::default());
+    let [mut first, mut second] =
+        <[_; 2]>::try_from(share(device.queue(4), (), HwQueueConfig::default(), 4, 2)).unwrap();
+    let mut back = Vec::new();
+    for stream in [0, 77] {
+        let mut bio = bio(0);
+        bio.stream = stream;
+        first.submit(bio);
+        first.ring(&|| 5);
+        first.poll(&|| 6, &mut |bio| back.push(bio));
+        assert_eq!(back[0].stream, stream, "it comes back as it was submitted");
+        second.submit(back.remove(0));
+        second.ring(&|| 7);
+        second.poll(&|| 8, &mut |bio| back.push(bio));
+        assert_eq!(back.remove(0).stream, stream);
+    }
+}
