@@ -57,6 +57,9 @@ pub trait Scheduler: fmt::Debug + Send {
     /// `now_ns` if it had none.
     fn ended(&mut self, bio: &Bio, start_ns: u64, now_ns: u64);
 
+    /// Its queue has so many tags from now on.
+    fn set_depth(&mut self, _depth: usize) {}
+
     /// Gives back all bios that were not handed out, in the order in which they came. It is not used any more
     /// afterwards.
     fn drain(&mut self, each: &mut dyn FnMut(Box<Bio>));

@@ -71,9 +71,11 @@ impl<D> HwQueue<D> {
     }
 
     /// Limits the requests in flight to `depth`, reserved ones included: at least one that is not reserved, at most as
-    /// many as the queue was made with. Returns the new depth. Excess tags return as their requests complete.
+    /// many as the queue was made with. Returns the new depth. Excess tags return as their requests complete. The owner
+    /// runs the queue afterwards, for waiting bios that have more tags now.
     pub fn set_depth(&mut self, depth: usize) -> usize {
         let depth = self.tags.set_limit(depth);
+        self.namespaces.iter_mut().filter_map(|of| of.scheduled.as_mut()).for_each(|of| of.set_depth(depth));
         self.reshare();
         depth
     }

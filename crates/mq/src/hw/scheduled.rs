@@ -56,6 +56,12 @@ impl Scheduled {
         self.arrived.len() + self.waiting
     }
 
+    /// Its queue has so many tags from now on, and the scheduler may hand out more.
+    pub(super) fn set_depth(&mut self, depth: usize) {
+        self.scheduler.set_depth(depth);
+        self.kept_until_ns = None;
+    }
+
     /// Sets the fast path's conditions again.
     pub(super) fn set_fast_path(&mut self, fast_path: FastPath) {
         self.fast_path = fast_path;

@@ -98,17 +98,21 @@ pub(crate) struct Deadline {
     last: (usize, Direction),
 }
 
+/// Limit of asynchronous writes in flight, of so many tags.
+fn async_max(config: &DeadlineConfig, depth: usize) -> usize {
+    match config.async_depth {
+        0 => (depth * 3 / 4).max(1),
+        set => set as usize,
+    }
+}
+
 impl Deadline {
     pub(crate) fn new(config: DeadlineConfig, depth: usize, bios_max: usize) -> Deadline {
-        let async_max = match config.async_depth {
-            0 => (depth * 3 / 4).max(1),
-            set => set as usize,
-        };
         let orders = OrderLists::new(bios_max, 6);
         let queue = || DeadlineQueue { sorted: orders.order(), fifo: List::default(), position: 0 };
         let queues = [(); 3].map(|()| [queue(), queue()]);
         Deadline {
-            async_max,
+            async_max: async_max(&config, depth),
             slots: Slots::new(bios_max),
             orders,
             queues,
@@ -259,6 +263,10 @@ impl Scheduler for Deadline {
     fn ended(&mut self, bio: &Bio, _start_ns: u64, _now_ns: u64) {
         self.out[bio.priority as usize] -= 1;
         self.async_out -= usize::from(!bio.is_sync());
+    }
+
+    fn set_depth(&mut self, depth: usize) {
+        self.async_max = async_max(&self.config, depth);
     }
 
     fn drain(&mut self, each: &mut dyn FnMut(Box<Bio>)) {

@@ -208,3 +208,22 @@ fn a_bio_in_flight_is_not_taken_for_one_of_a_later_scheduler() {
         assert_eq!(bench.take_ok(), [0, 100]);
     }
 }
+
+#[test]
+fn async_writes_leave_a_tag_also_after_a_change_of_depth() {
+    let config = HwQueueConfig { depth: 16, scheduler: deadline(), timeout_ns: 0, ..HwQueueConfig::default() };
+    let mut bench = Bench::new(disk(), config);
+    let writes = |from: u64| (from..from + 20).map(|n| bio(Op::Write, n * 100, 8));
+    bench.queue.set_depth(4);
+    bench.submit_all(writes(0));
+    bench.turn();
+    assert_eq!(bench.device().held.len(), 3, "three quarters");
+    bench.submit(read(9000));
+    bench.turn();
+    assert_eq!(bench.device().held.last().map(|held| held.op), Some(Op::Read));
+    bench.queue.set_depth(16);
+    bench.turn();
+    assert_eq!(bench.device().held.len(), 13);
+    bench.end_all();
+    assert_eq!(bench.take_ok().len(), 21);
+}
