@@ -16,9 +16,10 @@
 //!   write that the path may still execute is held until the path's [`PathMonitor`] has the proof.
 //! * It fails in place of being offered again if its commands are cancelled each time ([`Cancellations`]).
 //! * A failure that another path may not have ([`Retry`]) is treated the same. A request fails so often as there are
-//!   paths; path errors are not counted, since a path whose access changes returns them for all I/O.
+//!   paths; path errors are not counted, since a path whose access changes returns them for all I/O. A write that the
+//!   device may execute although it failed ends with that failure: its path lives on, and no proof would come.
 //! * Without a usable path requests are held, up to `no_path_ns`, or until no path can come back.
-//! * A path without monitor has no proof: its writes go to it again if it gives them back, and end if they fail.
+//! * A path without monitor has no proof: its writes go to it again if it gives them back.
 //! * A driver that takes nothing although it has nothing in flight, or returns a path error, is avoided for a while.
 //!
 //! A read that is late on its path is sent to another one as well, if that is [set](PathRules::hedged_reads).
@@ -499,12 +500,13 @@ impl<D, E> MultipathQueue<D, E> {
         match (taken, status) {
             (TakenRequest::Free(tag), Some(status)) if is_last => done.complete(tag, status),
             (TakenRequest::Free(tag), None) if is_exhausted => done.complete(tag, Status::Io),
-            (TakenRequest::Unfenced(request), Some(status)) if is_last || !has_proof => request.fail(done, status),
+            // The path lives on, so no proof comes.
+            (TakenRequest::Unfenced(request), Some(status)) => request.fail(done, status),
             (TakenRequest::Unfenced(request), None) if !has_proof => {
                 self.requests[slot].pinned = number as u8;
                 request.requeue_same(done);
             }
-            (TakenRequest::Unfenced(request), _) => {
+            (TakenRequest::Unfenced(request), None) => {
                 self.held.push(HeldRequest::Unfenced(request));
                 // It may be proven already.
                 self.held_look_ns = now_ns;

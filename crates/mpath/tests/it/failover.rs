@@ -123,6 +123,19 @@ fn an_error_of_every_path_ends_an_io() {
 }
 
 #[test]
+fn a_write_that_a_live_path_fails_ends_at_once() {
+    // No proof comes of a path that lives on: the write was held for `no_path_ns`, a minute at least.
+    for status in [Status::Io, Status::Timeout, Status::Offline] {
+        let mut world = World::new(PolicyKind::RoundRobin, 2, true);
+        world.submit(Op::Write, 0, 0);
+        world.turn();
+        world.answer(0, status);
+        assert_eq!((world.statuses(), world.sectors(1)), (vec![status], vec![]));
+        assert_eq!(world.queue.driver_mut().stats().held(), 0);
+    }
+}
+
+#[test]
 fn io_waits_for_a_path_and_fails_after_its_time() {
     let mut world = World::new(PolicyKind::default(), 2, true);
     (0..2).for_each(|path| world.set_state(path, LOST));
