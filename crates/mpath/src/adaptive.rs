@@ -415,10 +415,10 @@ impl Adaptive {
         self.costs.valid = 0;
         for (path, estimate) in self.paths.iter_mut().enumerate() {
             let PathEstimate { in_flight, load, .. } = *estimate;
-            if !paths.candidates().has(path) {
+            if !paths.usable().has(path) {
                 *estimate = PathEstimate { in_flight, load, ..PathEstimate::default() };
             }
-            estimate.is_lost = !paths.candidates().has(path);
+            estimate.is_lost = !paths.usable().has(path);
         }
     }
 
@@ -427,14 +427,14 @@ impl Adaptive {
     fn probe(&mut self, paths: &PathSet, class: usize, now_ns: u64) -> Option<usize> {
         self.probe_ns = now_ns + PROBE_NS_MAX;
         let mut due = None;
-        for path in paths.candidates() {
+        for path in paths.usable() {
             let estimate = &self.paths[path];
             if estimate.in_flight > 0 || !estimate.is_measured {
                 self.probe_ns = self.probe_ns.min(now_ns + PROBE_NS_MIN);
                 continue;
             }
             let at_ns = estimate.chosen_ns.saturating_add(estimate.probe_interval_ns(class, self.in_flight));
-            if at_ns <= now_ns && due.is_none() {
+            if at_ns <= now_ns && due.is_none() && paths.candidates().has(path) {
                 due = Some(path);
                 self.probe_ns = self.probe_ns.min(now_ns + PROBE_NS_MIN);
             } else {

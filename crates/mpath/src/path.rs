@@ -119,7 +119,9 @@ struct PathEntry {
 #[derive(Clone, Debug, Default)]
 pub struct PathSet {
     paths: Vec<PathEntry>,
-    /// Bit set of the paths to choose from: those of the best class.
+    /// Bit set of the usable paths of the best class.
+    usable: u32,
+    /// Those of them to choose from.
     candidates: u32,
     generation: u32,
 }
@@ -168,10 +170,16 @@ impl PathSet {
         self.paths.is_empty()
     }
 
-    /// The paths to choose from, in order: all usable paths of the best class.
+    /// The paths to choose from, in order: the usable paths of the best class.
     #[inline]
     pub fn candidates(&self) -> Candidates {
         Candidates(self.candidates)
+    }
+
+    /// All usable paths of the best class, of which [`PathSet::candidates`] may leave one out.
+    #[inline]
+    pub(crate) fn usable(&self) -> Candidates {
+        Candidates(self.usable)
     }
 
     /// Number of changes so far: cached choices of another generation are stale.
@@ -185,14 +193,13 @@ impl PathSet {
         self.paths.iter().any(|entry| entry.state.is_recoverable())
     }
 
-    /// The same without this path, for a second choice.
-    #[must_use]
-    pub(crate) fn without(&self, path: usize) -> PathSet {
-        let mut others = self.clone();
-        others.candidates &= !(1 << path);
-        // No later set is taken for it.
-        others.generation ^= 1 << 31;
-        others
+    /// What `choose` says of the set without this path, for a second choice. The path is as usable as before, and no
+    /// state has changed.
+    pub(crate) fn without<R>(&mut self, path: usize, choose: impl FnOnce(&PathSet) -> R) -> R {
+        self.candidates &= !(1 << path);
+        let choice = choose(self);
+        self.candidates = self.usable;
+        choice
     }
 
     fn update(&mut self) {
@@ -201,7 +208,8 @@ impl PathSet {
             self.paths.iter().enumerate().map(bit).sum()
         };
         let optimized: u32 = of(PathClass::Optimized);
-        self.candidates = if optimized == 0 { of(PathClass::NonOptimized) } else { optimized };
+        self.usable = if optimized == 0 { of(PathClass::NonOptimized) } else { optimized };
+        self.candidates = self.usable;
         self.generation = self.generation.wrapping_add(1);
     }
 }

@@ -45,13 +45,14 @@ impl PathPolicy for NumaPolicy {
     #[inline]
     fn choose(&mut self, paths: &PathSet, io: &PathIo, now_ns: u64) -> Option<PathChoice> {
         let candidates = paths.candidates();
+        // Of equally near paths the first.
+        let distance = |path: &usize| paths.node(*path).map_or(u16::MAX, |node| node.abs_diff(io.node));
         let current = self.current.of(paths, io.node);
         if current.is_none() {
-            // Of equally near paths the first.
-            let distance = |path: usize| paths.node(path).map_or(u16::MAX, |node| node.abs_diff(io.node));
-            *current = candidates.clone().min_by_key(|path| distance(*path)).map(|path| path as u8);
+            *current = paths.usable().min_by_key(distance).map(|path| path as u8);
         }
-        let path = usize::from((*current)?);
+        let current = current.map(usize::from).filter(|path| candidates.has(*path));
+        let path = current.or_else(|| candidates.clone().min_by_key(distance))?;
         Some(PathChoice::new(path, reason_among(&candidates), io, now_ns))
     }
 

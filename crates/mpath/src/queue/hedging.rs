@@ -41,7 +41,7 @@ impl<D, E> MultipathQueue<D, E> {
         let first = usize::from(requests[slot].path);
         // It cannot be given up otherwise.
         paths.get_mut(first)?.driver.hedges()?;
-        let choice = policy.choose(&states.without(first), &io, now_ns)?;
+        let choice = states.without(first, |others| policy.choose(others, &io, now_ns))?;
         let path = choice.path;
         let PathQueue { driver, usage, .. } = &mut paths[path];
         let Some(number) = driver.hedges().and_then(|hedges| hedges.send_hedge(done.request_at(slot).0)) else {

@@ -1,6 +1,6 @@
 //! Hedged reads of a queue over several paths: which answer counts, and what becomes of the other.
 
-use blkyard_mpath::{HedgeConfig, PolicyKind};
+use blkyard_mpath::{AccessState, ChoiceReason, HedgeConfig, PathState, PolicyKind};
 use blkyard_mq::{EndedHedge, Op, Status};
 
 use crate::paths::{HedgeWire, MS, World};
@@ -10,12 +10,18 @@ const LEARNED: u64 = 300;
 
 /// A world of two paths that has learned how long reads take, with every read on the first path.
 fn learned() -> World {
-    let mut world = World::new(PolicyKind::Numa, 2, true);
+    learned_with(2, 0)
+}
+
+/// The same with so many paths, and answers that take so much longer than a round.
+fn learned_with(paths: usize, answer_ns: u64) -> World {
+    let mut world = World::new(PolicyKind::Numa, paths, true);
     world.settings.change(|rules| rules.hedged_reads = Some(HedgeConfig::default()));
     world.wires.iter().for_each(|wire| wire.borrow_mut().hedges = Some(HedgeWire::default()));
     for _ in 0..LEARNED {
         world.submit(Op::Read, 0, 0);
         world.turn();
+        world.now_ns += answer_ns;
         world.answer(0, Status::Ok);
     }
     assert_eq!(world.statuses(), [Status::Ok; LEARNED as usize]);
@@ -194,4 +200,50 @@ fn a_read_that_waits_beyond_the_budget_is_hedged_when_there_is_some_again() {
     (0..4).for_each(|_| end_copy(&mut world, 0, true));
     assert_eq!(world.statuses(), [Status::Ok; 104]);
     assert!(is_idle(&mut world));
+}
+
+#[test]
+fn a_hedge_goes_to_another_path_than_its_read_whatever_others_did() {
+    let mut world = learned_with(3, MS / 10);
+    world.submit(Op::Read, 8, 0);
+    world.turn();
+    world.set_state(0, PathState { access: AccessState::NonOptimized, ..PathState::default() });
+    world.submit(Op::Read, 16, 0);
+    world.turn();
+    assert_eq!([0, 1].map(|path| world.sectors(path)), [[8], [16]]);
+    world.run_until(world.now_ns + MS);
+    let at = |path: usize| with(&world, path, |hedges| hedges.in_flight.iter().map(|(_, sector)| *sector).collect());
+    let hedges: [Vec<u64>; 3] = [0, 1, 2].map(at);
+    assert_eq!(hedges, [vec![], vec![8], vec![16]]);
+    (1..3).for_each(|path| end_copy(&mut world, path, true));
+    (0..2).for_each(|path| end_copy(&mut world, path, true));
+    assert_eq!(world.statuses(), [Status::Ok; 2]);
+}
+
+#[test]
+fn a_hedge_makes_the_policy_forget_no_path() {
+    let mut world = World::new(PolicyKind::Adaptive, 2, true);
+    world.settings.change(|rules| rules.hedged_reads = Some(HedgeConfig::default()));
+    world.wires.iter().for_each(|wire| wire.borrow_mut().hedges = Some(HedgeWire::default()));
+    for _ in 0..LEARNED {
+        (0..4).for_each(|at| world.submit(Op::Read, at * 8, 0));
+        world.turn();
+        world.now_ns += MS / 10;
+        (0..2).for_each(|path| world.answer(path, Status::Ok));
+    }
+    assert_eq!(world.statuses(), [Status::Ok; 4 * LEARNED as usize]);
+    assert!((0..2).all(|path| world.queue.driver_mut().stats().path(path).ios > 0), "both paths are known");
+
+    world.submit(Op::Read, 8, 0);
+    world.turn();
+    let late = usize::from(world.sectors(0).is_empty());
+    world.run_until(world.now_ns + MS);
+    end_copy(&mut world, 1 - late, true);
+    end_copy(&mut world, late, true);
+    assert_eq!(world.statuses(), [Status::Ok]);
+    (0..4).for_each(|at| world.submit(Op::Read, at * 8, 0));
+    world.turn();
+    (0..2).for_each(|path| world.answer(path, Status::Ok));
+    let reasons = [0, 1].map(|path| world.queue.driver_mut().stats().path(path).reason);
+    assert!(!reasons.contains(&Some(ChoiceReason::Unmeasured)), "{reasons:?}");
 }
