@@ -6,7 +6,7 @@ use std::collections::btree_map::Entry;
 use std::sync::Arc;
 
 use blkyard_mpath::{AccessState, ChoiceReason, ConnectionState, PathState, PolicyKind};
-use blkyard_mq::{Op, Status};
+use blkyard_mq::{BufferAccess, Op, Region, RegionTable, RegisteredBuffer, Status};
 use blkyard_sim::Rng;
 
 use crate::paths::{LOST, MS, NO_PATH_NS, Sent, World};
@@ -303,6 +303,188 @@ fn policy_changes_with_io_in_flight() {
         (0..2).for_each(|path| world.answer(path, Status::Ok));
         assert_eq!(world.statuses(), [Status::Ok; 4], "{policy:?}");
     }
+}
+
+#[test]
+fn the_policy_learns_of_every_end() {
+    // Requests that a full path leaves, and those of a lost one, are at neither any more.
+    let mut world = World::new(PolicyKind::QueueDepth, 2, true);
+    world.wires[0].borrow_mut().room = Some(2);
+    (0..12).for_each(|at| world.submit(Op::Read, at * 8, 0));
+    world.run_until(world.now_ns + 100 * MS);
+    world.lose(1, true);
+    world.wires[0].borrow_mut().room = None;
+    world.restore(1);
+    for _ in 0..20 {
+        world.run_until(world.now_ns + 10 * MS);
+        (0..2).for_each(|path| world.answer(path, Status::Ok));
+    }
+    assert_eq!(world.statuses(), [Status::Ok; 12]);
+    (0..8).for_each(|at| world.submit(Op::Read, at * 8, 0));
+    world.turn();
+    assert_eq!([0, 1].map(|path| world.sectors(path).len()), [4, 4]);
+    (0..2).for_each(|path| world.answer(path, Status::Ok));
+
+    // The latency of completed ones is known.
+    let mut world = World::new(PolicyKind::Latency, 2, true);
+    for _ in 0..40 {
+        (0..2).for_each(|at| world.submit(Op::Read, at * 8, 0));
+        world.turn();
+        world.run_until(world.now_ns + MS / 10);
+        world.answer(1, Status::Ok);
+        world.run_until(world.now_ns + MS);
+        world.answer(0, Status::Ok);
+    }
+    let ios = [0, 1].map(|path| world.queue.driver_mut().stats().path(path).ios);
+    assert!(ios[1] > ios[0], "{ios:?}");
+}
+
+#[test]
+fn a_path_that_is_offline_is_avoided() {
+    let mut world = World::new(PolicyKind::Numa, 2, true);
+    world.submit(Op::Read, 0, 0);
+    world.turn();
+    world.answer(0, Status::Offline);
+    world.submit(Op::Read, 8, 0);
+    world.turn();
+    assert_eq!([0, 1].map(|path| world.sectors(path)), [vec![], vec![0, 8]]);
+    world.answer(1, Status::Ok);
+    assert_eq!(world.statuses(), [Status::Ok; 2]);
+}
+
+#[test]
+fn a_path_is_used_again_as_soon_as_its_state_changes() {
+    let mut world = World::new(PolicyKind::Numa, 2, true);
+    world.submit(Op::Read, 0, 0);
+    world.turn();
+    world.answer(0, Status::Path);
+    world.set_state(0, LOST);
+    world.set_state(0, PathState::default());
+    world.submit(Op::Read, 8, 0);
+    world.turn();
+    assert_eq!([0, 1].map(|path| world.sectors(path)), [[8], [0]]);
+    (0..2).for_each(|path| world.answer(path, Status::Ok));
+    assert_eq!(world.statuses(), [Status::Ok; 2]);
+}
+
+#[test]
+fn answered_requests_are_given_back_without_a_bound() {
+    let mut world = World::new(PolicyKind::RoundRobin, 2, true);
+    world.submit(Op::Read, 0, 0);
+    world.turn();
+    for _ in 0..10 {
+        world.run_until(world.now_ns + 7000 * MS);
+        let path = (0..2).find(|path| !world.sectors(*path).is_empty()).expect("a path has it");
+        world.lose(path, true);
+        world.restore(path);
+        world.run_until(world.now_ns + 10 * MS);
+    }
+    (0..2).for_each(|path| world.answer(path, Status::Ok));
+    assert_eq!(world.statuses(), [Status::Ok]);
+}
+
+#[test]
+fn path_errors_that_come_late_end_an_io_after_its_time() {
+    // A path is not avoided any more when the other one fails.
+    let mut world = World::new(PolicyKind::RoundRobin, 2, true);
+    world.submit(Op::Read, 0, 0);
+    world.turn();
+    let began_ns = world.now_ns;
+    while world.ended.is_empty() {
+        world.run_until(world.now_ns + 150 * MS);
+        (0..2).for_each(|path| world.answer(path, Status::Path));
+        assert!(world.now_ns < began_ns + 2 * NO_PATH_NS);
+    }
+    assert_eq!(world.statuses(), [Status::Path]);
+}
+
+#[test]
+fn a_write_that_is_never_fenced_ends_after_a_minute() {
+    let mut world = World::new(PolicyKind::RoundRobin, 2, true);
+    world.submit(Op::Write, 0, 0);
+    world.turn();
+    world.lose(0, false);
+    let began_ns = world.now_ns;
+    world.run_until(began_ns + 59_000 * MS);
+    assert!(world.ended.is_empty() && world.sectors(1).is_empty());
+    world.run_until(began_ns + 61_000 * MS);
+    assert_eq!((world.statuses(), world.sectors(1)), (vec![Status::Timeout], vec![]));
+}
+
+#[test]
+fn a_write_without_proof_moves_once_its_path_has_answered_it() {
+    let mut world = World::new(PolicyKind::Numa, 2, false);
+    world.submit(Op::Write, 0, 0);
+    world.turn();
+    world.wires[0].borrow_mut().gives_back = Some(false);
+    world.turn();
+    assert_eq!(world.sectors(0), [0]);
+    world.lose(0, true);
+    assert_eq!(world.sectors(1), [0]);
+    world.answer(1, Status::Ok);
+    assert_eq!(world.statuses(), [Status::Ok]);
+}
+
+#[test]
+fn every_path_learns_of_memory_buffers_and_sleep() {
+    let mut world = World::new(PolicyKind::default(), 3, true);
+    let region = Region::anonymous(4096).unwrap();
+    let memory = Arc::new(RegionTable::new(vec![Arc::clone(&region)]));
+    let buffer = RegisteredBuffer::new(&region, 0, 4096, BufferAccess::ReadWrite).unwrap();
+    world.queue.set_memory(&mut (), Arc::clone(&memory));
+    world.queue.change_memory(&mut (), memory);
+    assert!(world.queue.add_buffer(&mut (), &buffer) && world.queue.remove_buffer(&mut (), buffer.id()));
+    assert!(!world.queue.arm::<()>());
+    world.queue.disarm::<()>();
+    let calls = ["set_memory", "change_memory", "add_buffer", "remove_buffer", "arm", "disarm"];
+    for (path, wire) in world.wires.iter().enumerate() {
+        assert_eq!(std::mem::take(&mut wire.borrow_mut().calls), calls, "path {path}");
+    }
+    // Without a request, too: a connection is made, or lost.
+    for path in 0..3 {
+        world.wires[path].borrow_mut().has_events = true;
+        world.wires[path].borrow_mut().due_ns = Some(world.now_ns + MS);
+        assert!(world.queue.arm::<()>(), "path {path}");
+        assert_eq!(world.queue.deadline_ns::<()>(), Some(world.now_ns + MS), "path {path}");
+        world.turn();
+        assert_eq!(world.wires[path].borrow().calls.last(), Some(&"poll"), "path {path}");
+        world.wires[path].borrow_mut().due_ns = None;
+    }
+}
+
+#[test]
+fn what_a_full_path_leaves_goes_to_another_though_none_answers() {
+    let mut world = World::new(PolicyKind::RoundRobin, 2, true);
+    world.wires[0].borrow_mut().room = Some(1);
+    (0..2).for_each(|at| world.submit(Op::Read, at * 8, 0));
+    world.turn();
+    world.submit(Op::Read, 16, 0);
+    world.turn();
+    assert_eq!([0, 1].map(|path| world.sectors(path)), [[0], [8]]);
+    world.run_until(world.now_ns + 20 * MS);
+    assert_eq!(world.sectors(1), [8, 16]);
+    (0..2).for_each(|path| world.answer(path, Status::Ok));
+    assert_eq!(world.statuses(), [Status::Ok; 3]);
+}
+
+#[test]
+fn held_io_has_a_deadline() {
+    let mut world = World::new(PolicyKind::RoundRobin, 2, true);
+    world.submit(Op::Write, 0, 0);
+    world.turn();
+    let is_due = |world: &mut World| {
+        let due_ns = world.queue.deadline_ns::<()>();
+        assert!(due_ns.is_some_and(|due_ns| due_ns <= world.now_ns + 2 * MS), "{due_ns:?} at {}", world.now_ns);
+    };
+    // For a proof.
+    world.lose(0, false);
+    is_due(&mut world);
+    // For a path.
+    world.set_state(1, LOST);
+    world.fence(0, 0);
+    world.run_until(world.now_ns + 10 * MS);
+    assert_eq!((world.sectors(1), world.queue.driver_mut().stats().held()), (vec![], 1));
+    is_due(&mut world);
 }
 
 /// A medium behind the paths, which executes commands of lost connections late, until they are fenced.

@@ -9,8 +9,8 @@ use blkyard_mpath::{
     QueuePath,
 };
 use blkyard_mq::{
-    Batch, Bio, DeviceInfo, Done, Driver, EndedHedge, FenceEvidence, HedgeDriver, HwQueue, HwQueueConfig, Op,
-    QueueLimits, RegionTable, Request, Segment, Segments, Shortage, Status, Tag, TimedOut,
+    Batch, Bio, BufferId, DeviceInfo, Done, Driver, EndedHedge, FenceEvidence, HedgeDriver, HwQueue, HwQueueConfig, Op,
+    QueueLimits, RegionTable, RegisteredBuffer, Request, Segment, Segments, Shortage, Status, Tag, TimedOut,
 };
 
 pub const MS: u64 = 1_000_000;
@@ -39,6 +39,11 @@ pub struct Wire {
     /// All commands are given back at the next poll; true if they were answered.
     pub gives_back: Option<bool>,
     pub late: usize,
+    /// Calls of its driver that are not about requests, in order.
+    pub calls: Vec<&'static str>,
+    /// Whether it has events: it is polled without requests, and is not armed without a report.
+    pub has_events: bool,
+    pub due_ns: Option<u64>,
     /// What it does with hedges; unset if it can send none.
     pub hedges: Option<HedgeWire>,
 }
@@ -77,6 +82,9 @@ impl<Cx: ?Sized> Driver<Cx> for FakePath {
 
     fn poll(&mut self, _: &mut Cx, _: &RegionTable, done: &mut Done<'_>, _: u64) {
         let mut wire = self.0.borrow_mut();
+        if std::mem::take(&mut wire.has_events) {
+            wire.calls.push("poll");
+        }
         let mut answers = std::mem::take(&mut wire.answers);
         answers.sort_unstable_by_key(|(at, _)| std::cmp::Reverse(*at));
         for (at, status) in answers {
@@ -98,6 +106,40 @@ impl<Cx: ?Sized> Driver<Cx> for FakePath {
 
     fn generation(&self) -> u32 {
         self.0.borrow().generation
+    }
+
+    fn wants_poll(&self) -> bool {
+        self.0.borrow().has_events
+    }
+
+    fn set_memory(&mut self, _: &mut Cx, _: &RegionTable) {
+        self.0.borrow_mut().calls.push("set_memory");
+    }
+
+    fn change_memory(&mut self, _: &mut Cx, _: &RegionTable) {
+        self.0.borrow_mut().calls.push("change_memory");
+    }
+
+    fn add_buffer(&mut self, _: &mut Cx, _: &RegionTable, _: &Arc<RegisteredBuffer>) {
+        self.0.borrow_mut().calls.push("add_buffer");
+    }
+
+    fn remove_buffer(&mut self, _: &mut Cx, _: BufferId) {
+        self.0.borrow_mut().calls.push("remove_buffer");
+    }
+
+    fn arm(&mut self) -> bool {
+        let mut wire = self.0.borrow_mut();
+        wire.calls.push("arm");
+        wire.has_events
+    }
+
+    fn disarm(&mut self) {
+        self.0.borrow_mut().calls.push("disarm");
+    }
+
+    fn deadline_ns(&self) -> Option<u64> {
+        self.0.borrow().due_ns
     }
 
     fn hedges(&mut self) -> Option<&mut dyn HedgeDriver> {
