@@ -140,7 +140,8 @@ struct RequestPath {
     failures: u8,
     /// Commands that lost paths have cancelled.
     cancelled: Cancellations,
-    /// When it first failed or was held, ns; zero for never.
+    /// Begin of its wait for a path that executes it, ns: its last return from a lost path, or else its first failure or
+    /// hold; zero for none.
     since_ns: u64,
     /// For the policy that made it.
     choice: Option<PathChoice>,
@@ -482,7 +483,8 @@ impl<D, E> MultipathQueue<D, E> {
         if let Some(choice) = known.choice.take() {
             self.policy.abandon(choice);
         }
-        if known.since_ns == 0 {
+        // It was at a path until now, however long ago it first failed.
+        if known.since_ns == 0 || status.is_none() {
             known.since_ns = now_ns.max(1);
         }
         let is_late = now_ns >= known.since_ns.saturating_add(self.settings.no_path_ns);

@@ -468,6 +468,23 @@ fn what_a_full_path_leaves_goes_to_another_though_none_answers() {
 }
 
 #[test]
+fn io_of_the_last_path_waits_its_time_though_it_was_moved_long_before() {
+    for op in [Op::Read, Op::Write] {
+        let mut world = World::new(PolicyKind::RoundRobin, 2, true);
+        world.submit(op, 0, 0);
+        world.turn();
+        world.lose(0, true);
+        world.run_until(world.now_ns + 2 * NO_PATH_NS);
+        assert_eq!(world.sectors(1), [0]);
+        world.lose(1, true);
+        world.run_until(world.now_ns + NO_PATH_NS - 100 * MS);
+        assert_eq!((world.statuses(), world.queue.driver_mut().stats().held()), (vec![], 1), "{op:?}");
+        world.run_until(world.now_ns + 200 * MS);
+        assert_eq!(world.statuses(), [Status::Path], "{op:?}");
+    }
+}
+
+#[test]
 fn held_io_has_a_deadline() {
     let mut world = World::new(PolicyKind::RoundRobin, 2, true);
     world.submit(Op::Write, 0, 0);
