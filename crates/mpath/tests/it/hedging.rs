@@ -247,3 +247,54 @@ fn a_hedge_makes_the_policy_forget_no_path() {
     let reasons = [0, 1].map(|path| world.queue.driver_mut().stats().path(path).reason);
     assert!(!reasons.contains(&Some(ChoiceReason::Unmeasured)), "{reasons:?}");
 }
+
+#[test]
+fn a_hedge_that_fails_is_no_load_of_its_path() {
+    let mut world = learned();
+    world.settings.change(|rules| rules.policy = PolicyKind::QueueDepth);
+    read_that_is_late(&mut world);
+    end_copy(&mut world, 1, false);
+    world.answer(0, Status::Ok);
+    (0..4).for_each(|at| world.submit(Op::Read, at * 8, 0));
+    world.turn();
+    assert_eq!([0, 1].map(|path| world.sectors(path).len()), [2, 2]);
+    (0..2).for_each(|path| world.answer(path, Status::Ok));
+    assert_eq!(world.statuses(), [Status::Ok; 5]);
+}
+
+#[test]
+fn a_number_of_one_path_is_no_number_of_another() {
+    let mut world = learned();
+    (1..3).for_each(|at| world.submit(Op::Read, at * 8, 0));
+    world.turn();
+    world.run_until(world.now_ns + MS);
+    let numbers = |world: &World, path| -> Vec<_> { with(world, path, |hedges| hedges.in_flight.clone()) };
+    assert_eq!(numbers(&world, 1), [(1, 8), (2, 16)]);
+    with(&world, 1, |hedges| {
+        let (number, _) = hedges.in_flight.remove(1);
+        hedges.ended.push(EndedHedge { number, is_ok: true });
+    });
+    world.turn();
+    assert_eq!((world.statuses(), numbers(&world, 0)), (vec![Status::Ok], vec![(1, 16)]));
+    // It is not the end of the other read's hedge.
+    end_copy(&mut world, 0, true);
+    assert_eq!((world.statuses(), numbers(&world, 1)), (vec![], vec![(1, 8)]));
+    end_copy(&mut world, 1, true);
+    end_copy(&mut world, 0, true);
+    assert_eq!(world.statuses(), [Status::Ok]);
+    assert!(is_idle(&mut world));
+}
+
+#[test]
+fn reads_in_flight_are_not_hedged_once_that_is_off() {
+    let mut world = learned();
+    world.submit(Op::Read, 8, 0);
+    world.turn();
+    world.settings.change(|rules| rules.hedged_reads = None);
+    world.turn();
+    world.run_until(world.now_ns + MS);
+    assert_eq!((world.sectors(0), copies(&world, 1)), (vec![8], 0));
+    assert_eq!(world.queue.deadline_ns::<()>().filter(|due_ns| *due_ns < 50 * MS), None);
+    world.answer(0, Status::Ok);
+    assert_eq!(world.statuses(), [Status::Ok]);
+}

@@ -57,6 +57,9 @@ pub struct HedgeWire {
     /// Those in flight, by number and sector.
     pub in_flight: Vec<(u16, u64)>,
     pub ended: Vec<EndedHedge>,
+    /// Reads that were given up, and hedges whose end was told: their owner is to release those.
+    pub given_up: Vec<u16>,
+    pub told: Vec<u16>,
     /// Sectors of requests to which data was copied.
     pub copied: usize,
     pub released: usize,
@@ -169,19 +172,33 @@ impl HedgeDriver for FakePath {
         let hedges = wire.hedges.as_mut()?;
         hedges.next += 1;
         hedges.in_flight.push((hedges.next, sector));
+        hedges.given_up.push(hedges.next);
         Some((tag, hedges.next))
     }
 
     fn next_ended(&mut self) -> Option<EndedHedge> {
-        self.0.borrow_mut().hedges.as_mut()?.ended.pop()
+        let mut wire = self.0.borrow_mut();
+        let hedges = wire.hedges.as_mut()?;
+        let ended = hedges.ended.pop()?;
+        if !hedges.given_up.contains(&ended.number) {
+            hedges.told.push(ended.number);
+        }
+        Some(ended)
     }
 
-    fn copy_hedge(&self, _: u16, _: &RegionTable, to: Segments<'_>) {
-        self.0.borrow_mut().hedges.as_mut().unwrap().copied += to.count();
+    fn copy_hedge(&self, number: u16, _: &RegionTable, to: Segments<'_>) {
+        let mut wire = self.0.borrow_mut();
+        let hedges = wire.hedges.as_mut().unwrap();
+        assert!(hedges.told.contains(&number), "hedge {number} has no data to copy");
+        hedges.copied += to.count();
     }
 
-    fn release_hedge(&mut self, _: u16) {
-        self.0.borrow_mut().hedges.as_mut().unwrap().released += 1;
+    fn release_hedge(&mut self, number: u16) {
+        let mut wire = self.0.borrow_mut();
+        let hedges = wire.hedges.as_mut().unwrap();
+        let at = hedges.told.iter().position(|told| *told == number).expect("a hedge that has ended, once");
+        hedges.told.swap_remove(at);
+        hedges.released += 1;
     }
 }
 
