@@ -44,11 +44,17 @@ fn honest_worlds_with_all_faults_come_to_a_good_end() {
     );
 }
 
+/// Bytes of connections that were given up arrive well before the target has ended their association.
+const LATE_BYTES: &str = "paths=2 resets=0 blocks=6 kinds=4 keep_alive_ms=5000 timeout_ms=1000 faults=16";
+
 #[test]
 fn a_path_that_is_said_to_be_fenced_too_early_is_found() {
-    assert!(is_found(
-        "mutation=skip-fence paths=2 resets=0 blocks=6 kinds=4 keep_alive_ms=5000 timeout_ms=1000 faults=16"
-    ));
+    assert!(is_found(&format!("mutation=skip-fence {LATE_BYTES}")));
+}
+
+#[test]
+fn the_host_waits_out_the_silence_of_a_lost_path() {
+    assert!(!is_found(LATE_BYTES));
 }
 
 #[test]
