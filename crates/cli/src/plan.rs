@@ -183,19 +183,29 @@ fn entry_spec(entry: &Entry) -> Result<Spec, SpecError> {
     let mut spec = Spec::parse(&entry.spec)?;
     for (key, value) in &entry.options {
         let value = match value {
-            toml::Value::String(text) => text.clone(),
-            _ if key == MODE_KEY => show_mode(&entry.spec, value)?,
-            toml::Value::Integer(number) => number.to_string(),
-            toml::Value::Boolean(switch) => switch.to_string(),
-            toml::Value::Array(list) => list.iter().map(ToString::to_string).collect::<Vec<_>>().join(","),
-            other => {
-                let cause = format!("the value of '{key}' is a {}", other.type_str());
-                return Err(SpecError::new(&entry.spec, cause, "give a string, a number, true, false or a list"));
+            _ if key == MODE_KEY && !value.is_str() => show_mode(&entry.spec, value)?,
+            toml::Value::Array(list) => {
+                let elements = list.iter().map(|element| show_scalar(&entry.spec, key, element));
+                elements.collect::<Result<Vec<_>, _>>()?.join(",")
             }
+            value => show_scalar(&entry.spec, key, value)?,
         };
         spec.set(key, &value)?;
     }
     Ok(spec)
+}
+
+/// A value of a file, or an element of a list, as it is written behind a name.
+fn show_scalar(object: &str, key: &str, value: &toml::Value) -> Result<String, SpecError> {
+    match value {
+        toml::Value::String(text) => Ok(text.clone()),
+        toml::Value::Integer(number) => Ok(number.to_string()),
+        toml::Value::Boolean(switch) => Ok(switch.to_string()),
+        other => {
+            let cause = format!("the value of '{key}' has a {}", other.type_str());
+            Err(SpecError::new(object, cause, "give a string, a number, true, false or a list of these"))
+        }
+    }
 }
 
 /// Parses permissions of a socket, written in octal as for `chmod`.
@@ -287,6 +297,22 @@ mod tests {
         for wrong in ["660", "-1", "0o1000", "9223372036854775807"] {
             let error = mode(wrong).unwrap_err();
             assert!(error.contains("mode = \"0660\"") && error.contains("mode = 0o660"), "{wrong}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_list_of_strings_is_the_same_as_their_text() {
+        let hosts = |value: &str| {
+            let text =
+                format!("[[device]]\nspec = 'ram:1G'\n[[device.export]]\nspec = 'nvme-tcp://:1'\nhosts = {value}");
+            let mut plan = from_toml(&text, Path::new("x.toml")).map_err(|error| error.to_string())?;
+            Ok::<_, String>(plan.disks[0].exports[0].take("hosts").unwrap())
+        };
+        assert_eq!(hosts("'nqn.a,nqn.b'").as_deref(), Ok("nqn.a,nqn.b"));
+        assert_eq!(hosts("['nqn.a', \"nqn.b\"]").as_deref(), Ok("nqn.a,nqn.b"));
+        for wrong in ["1.5", "[1.5]", "[['nqn.a']]", "{}"] {
+            let error = hosts(wrong).unwrap_err();
+            assert!(error.contains("'hosts'") && error.contains("give a string"), "{wrong}: {error}");
         }
     }
 
