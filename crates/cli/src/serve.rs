@@ -121,8 +121,8 @@ pub struct ServeArgs {
     /// Replace the running daemon with this control socket, and continue its exports. Guests see a pause; that daemon
     /// ends.
     ///
-    /// Devices, exports and control socket are taken over with their settings; lanes, cpus, spin_us and stats unless
-    /// they are given. Disks in files and null disks can be handed over.
+    /// Devices, exports and control socket are taken over with their settings; lanes, cpus, spin_us, stats, drain_s and
+    /// log_format unless they are given. Disks in files and null disks can be handed over.
     #[arg(long, value_name = "SOCKET", conflicts_with_all = ["device", "export", "config", "control", "lock_wait_s"])]
     pub takeover: Option<PathBuf>,
     /// Read devices and exports from a TOML file instead: tables `device` and `device.export`, each with spec = "..."

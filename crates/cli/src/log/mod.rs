@@ -29,7 +29,7 @@ const FLUSH_MAX: Duration = Duration::from_secs(1);
 const PANIC_FLUSH_MAX: Duration = Duration::from_millis(100);
 
 /// Format of log lines.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LogFormat {
     /// For people.
@@ -59,6 +59,11 @@ pub fn install(level: Level) {
 /// Sets the format of log lines.
 pub fn set_format(format: LogFormat) {
     IS_JSON.store(format == LogFormat::Json, Relaxed);
+}
+
+/// The format of log lines.
+pub fn format() -> LogFormat {
+    if IS_JSON.load(Relaxed) { LogFormat::Json } else { LogFormat::Text }
 }
 
 /// Tells why the program fails.

@@ -20,6 +20,7 @@ use super::handover::{
 use super::wire::{receive, send};
 use crate::control::{ControlRequest, answer_line, parse_request};
 use crate::daemon::{ClientSessionState, ClientWatch, Daemon, ServedExport};
+use crate::log;
 
 /// Time limit for exports to respond. No export is quiesced meanwhile.
 const HEAR_TIME: Duration = Duration::from_secs(5);
@@ -81,7 +82,13 @@ fn try_give(daemon: &Daemon, control: &BoundSocket, client: &UnixStream) -> Resu
     let rested = begin.elapsed();
     let mut files = PassedFiles::new();
     let cpus = (!daemon.cpus.is_empty()).then(|| daemon.cpus.clone());
-    let habits = HandoverSettings { spin_us, stats: daemon.stats_every(), cpus, drain_s: Some(daemon.drain_s) };
+    let habits = HandoverSettings {
+        spin_us,
+        stats: daemon.stats_every(),
+        cpus,
+        drain_s: Some(daemon.drain_s),
+        log_format: Some(log::format()),
+    };
     let (socket, devices, rests) = pack(daemon, control, handed, &mut files)?;
     let handover = HandoverState { lanes, habits, control: socket, devices };
     let handover = serde_json::to_value(handover).map_err(|error| error.to_string())?;

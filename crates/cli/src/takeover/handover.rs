@@ -18,6 +18,7 @@ use serde_json::Value;
 
 use crate::daemon::{ByProtocol, ClientSessionState, ClientState};
 use crate::inspect::limits_by_name;
+use crate::log::LogFormat;
 
 /// All of a daemon. Its descriptors: the control socket, then those of each device.
 #[derive(Debug, Serialize, Deserialize)]
@@ -37,6 +38,7 @@ pub(super) struct HandoverSettings {
     pub(super) stats: Option<u64>,
     pub(super) cpus: Option<Vec<u32>>,
     pub(super) drain_s: Option<u64>,
+    pub(super) log_format: Option<LogFormat>,
 }
 
 /// A socket that is listened at. One descriptor.

@@ -124,8 +124,8 @@ fn unpack(
     begin: Instant,
 ) -> Result<InheritedState, String> {
     let HandoverState { lanes, habits, control: SocketPart { path: control, identity }, devices: parts } = handover;
-    let HandoverSettings { spin_us, stats, cpus, drain_s } = habits;
-    let settings = Settings { lanes: Some(lanes), spin_us, stats, cpus, drain_s, ..Settings::default() };
+    let HandoverSettings { spin_us, stats, cpus, drain_s, log_format } = habits;
+    let settings = Settings { lanes: Some(lanes), spin_us, stats, cpus, drain_s, log_format, ..Settings::default() };
     let control = BoundSocket::adopt(next(files)?, control, identity);
     let (mut disks, mut devices, mut exports) = (Vec::new(), VecDeque::new(), VecDeque::new());
     for part in parts {

@@ -423,3 +423,28 @@ fn a_takeover_that_is_not_possible_is_refused_with_a_cure() {
     refused(&["serve", "--takeover", "old"], &["takeover of old", "older", "without --takeover"]);
     older.join().unwrap();
 }
+
+#[test]
+fn the_log_keeps_its_format_unless_another_is_given() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    std::fs::write(
+        folder.join("disk.toml"),
+        "log_format = 'json'\n[[device]]\nspec = 'null:1M'\n[[device.export]]\nspec = 'vhost-user-blk:s'\n",
+    )
+    .unwrap();
+    let start = |log: &str, arguments: &[&str]| {
+        let log = std::fs::File::create(folder.join(log)).unwrap();
+        Daemon::launch(program(folder, &["serve"]).args(arguments).stderr(log))
+    };
+    let first = start("0", &["--config", "disk.toml", "--control", "c"]);
+    let second = start("1", &["--takeover", "c"]);
+    let third = start("2", &["--takeover", "c", "--log-format", "text"]);
+    let fourth = start("3", &["--takeover", "c"]);
+    [first, second, third].into_iter().for_each(|mut old| assert!(old.process.ended().success()));
+    fourth.stop();
+    for (log, is_json) in [("0", true), ("1", true), ("2", false), ("3", false)] {
+        let log = std::fs::read_to_string(folder.join(log)).unwrap();
+        assert!(!log.is_empty() && log.lines().all(|line| line.starts_with('{') == is_json), "{log}");
+    }
+}
