@@ -252,6 +252,13 @@ pub enum Backing {
         /// Reason why we cannot grow it, and cure; `None` if we can.
         fixed: Option<(&'static str, &'static str)>,
     },
+    /// A disk of another program, whose size is followed.
+    Remote {
+        /// Its size now, bytes.
+        bytes: u64,
+        /// Reason why only that size can be served, and cure.
+        fixed: (&'static str, &'static str),
+    },
     /// Memory of so many bytes, taken at start.
     Memory(u64),
     /// No backing.

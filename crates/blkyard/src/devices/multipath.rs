@@ -422,9 +422,8 @@ impl DeviceOps for MultipathDevice {
 
     fn backing(&self) -> io::Result<Backing> {
         let sectors = self.sectors_now().unwrap_or(self.info.capacity_sectors);
-        let fixed =
-            Some(("is reached over several paths", "resize it at its target; the new size is read automatically"));
-        Ok(Backing::File { bytes: sectors << SECTOR_SHIFT, fixed })
+        let fixed = ("is reached over several paths", "resize it at its target; the new size is read automatically");
+        Ok(Backing::Remote { bytes: sectors << SECTOR_SHIFT, fixed })
     }
 
     /// The smallest of the paths' sizes: I/O within it succeeds on each. A path that was given up learns of no change,

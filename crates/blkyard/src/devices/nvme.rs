@@ -178,8 +178,8 @@ impl DeviceOps for NvmeDevice {
     }
 
     fn backing(&self) -> io::Result<Backing> {
-        let fixed = Some(("is a namespace of a controller", "resize it there; the new size is read automatically"));
-        Ok(Backing::File { bytes: self.namespace.capacity_sectors() << SECTOR_SHIFT, fixed })
+        let fixed = ("is a namespace of a controller", "resize it there; the new size is read automatically");
+        Ok(Backing::Remote { bytes: self.namespace.capacity_sectors() << SECTOR_SHIFT, fixed })
     }
 
     fn sectors_now(&self) -> Option<u64> {

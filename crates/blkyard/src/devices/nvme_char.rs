@@ -173,8 +173,8 @@ impl DeviceOps for NvmeCharDisk {
 
     fn backing(&self) -> io::Result<Backing> {
         let sectors = self.device.sectors_now().unwrap_or(self.info.capacity_sectors);
-        let fixed = Some(("is a namespace of a controller", "resize it there; the new size is read automatically"));
-        Ok(Backing::File { bytes: sectors << SECTOR_SHIFT, fixed })
+        let fixed = ("is a namespace of a controller", "resize it there; the new size is read automatically");
+        Ok(Backing::Remote { bytes: sectors << SECTOR_SHIFT, fixed })
     }
 
     fn sectors_now(&self) -> Option<u64> {

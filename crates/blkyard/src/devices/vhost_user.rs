@@ -85,8 +85,8 @@ impl DeviceOps for Attached {
     }
 
     fn backing(&self) -> io::Result<Backing> {
-        let fixed = Some(("is served by another process", "resize it there; the new size is read automatically"));
-        Ok(Backing::File { bytes: self.capacity_sectors() << SECTOR_SHIFT, fixed })
+        let fixed = ("is served by another process", "resize it there; the new size is read automatically");
+        Ok(Backing::Remote { bytes: self.capacity_sectors() << SECTOR_SHIFT, fixed })
     }
 
     fn sectors_now(&self) -> Option<u64> {

@@ -1,7 +1,8 @@
 //! Decides whether a device may have another size, and which steps it needs. Changes nothing.
 //!
 //! A size is the served size. A shorter file is grown to it, as users expect; a longer one is never truncated, since a
-//! typing error would cost data: its rest is kept and not served.
+//! typing error would cost data: its rest is kept and not served. A disk of another program has the size that it has there,
+//! which is followed: another one would be undone at once.
 
 use blkyard::Backing;
 use blkyard::spec::{SpecError, parse_size, show_size};
@@ -40,7 +41,7 @@ impl Resize<'_> {
     pub fn decide(&self, request: &str) -> Result<Decision, SpecError> {
         let no = |cause: String, cure: &str| Err(SpecError::new(self.object, cause, cure));
         let bytes = match (request, self.backing) {
-            ("probe", Backing::File { bytes, .. }) => bytes,
+            ("probe", Backing::File { bytes, .. } | Backing::Remote { bytes, .. }) => bytes,
             ("probe", _) => return no("the device has no file to probe".into(), "give a size, such as size=2G"),
             _ => match parse_size(request) {
                 Some(bytes) => bytes,
@@ -56,6 +57,9 @@ impl Resize<'_> {
                 Some((cause, cure)) => return no(format!("it has {} and {cause}", show_size(file_bytes)), cure),
                 None => true,
             },
+            Backing::Remote { bytes: there, fixed: (cause, cure) } if bytes != there => {
+                return no(format!("it has {} and {cause}", show_size(there)), cure);
+            }
             Backing::Memory(made_bytes) if bytes > made_bytes => {
                 let cause = format!("its memory of {} was allocated at start", show_size(made_bytes));
                 return no(cause, "start the daemon with a larger one, or serve a file");
@@ -116,6 +120,19 @@ mod tests {
         ] {
             let error = resize.decide(request).unwrap_err().to_string();
             assert!(error.starts_with("device:0: ") && words.iter().all(|word| error.contains(word)), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_remote_disk_has_the_size_that_it_has_there() {
+        let fixed = ("is served by another process", "resize it there");
+        let remote = Resize { backing: Backing::Remote { bytes: 2 << 20, fixed }, ..FILE };
+        for request in ["1M", "512k", "4M"] {
+            let error = Resize { force: true, ..remote }.decide(request).unwrap_err().to_string();
+            assert_eq!(error, "device:0: it has 2 MiB and is served by another process; resize it there");
+        }
+        for request in ["2M", "probe"] {
+            assert_eq!(remote.decide(request), Ok(Decision { bytes: 2 << 20, grows_file: false }));
         }
     }
 

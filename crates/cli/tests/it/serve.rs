@@ -8,7 +8,7 @@ use blkyard_os::{FileConfig, FileDevice};
 use blkyard_sys::send_fds;
 use rustix::net::SendFlags;
 
-use crate::common::{Daemon, Process, inspect, program, run, wait_until};
+use crate::common::{Daemon, Process, inspect, inspect_at, program, run, succeed, wait_until};
 
 /// Serves until the daemon has checked its lanes twice, and stops it.
 fn serves_until_stopped(arguments: &[&str]) {
@@ -113,5 +113,26 @@ fn a_mode_in_a_file_is_the_mode_of_the_socket() {
         let said = String::from_utf8(ended.stderr).unwrap();
         assert!(!ended.status.success(), "{mode} was taken");
         assert!(said.contains("mode = \"0660\"") && said.contains("mode = 0o660"), "{mode}: {said}");
+    }
+}
+
+#[test]
+fn a_remote_disk_takes_no_size_that_would_be_undone() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let _server = Daemon::start(folder, &["--device", "null:64M", "--export", "vhost-user-blk:s", "--control", "c"]);
+    let device = ["--device", "vhost-user:s?queues=1"];
+    let _daemon = Daemon::start(folder, &[&device[..], &["--export", "vhost-user-blk:t", "--control", "d"]].concat());
+    let set = |control: &str, size: &str| run(folder, &["set", "--control", control, "device:0", size, "force=on"]);
+    let size = || inspect_at(folder, "d", &[])["devices"][0]["size_bytes"].as_u64().unwrap() >> 20;
+    for wrong in ["size=32M", "size=128M"] {
+        let refused = set("d", wrong);
+        let said = String::from_utf8(refused.stderr).unwrap();
+        assert!(!refused.status.success() && said.contains("64 MiB and is served by another process"), "{said}");
+    }
+    for right in [32, 128] {
+        assert!(set("c", &format!("size={right}M")).status.success());
+        wait_until("the size is followed", || size() == right);
+        succeed(folder, &["set", "--control", "d", "device:0", &format!("size={right}M")]);
     }
 }
