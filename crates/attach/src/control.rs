@@ -203,7 +203,7 @@ impl<S: RemoteSession> Control<S> {
             Link::Down(outage) => match outage.look(self.shared.options.clock.now(), self.shared.options.gone_max) {
                 OutageStep::Wait => {}
                 OutageStep::Connect => self.connect_again(),
-                OutageStep::Fail => self.give_up(),
+                OutageStep::Fail => self.fail_for_time(),
             },
         }
         if let Some(queue) = self.queues.overdue(self.now()) {
@@ -434,17 +434,19 @@ impl<S: RemoteSession> Control<S> {
         });
         self.queues.post_all(|| if silent { QueueCommand::Silent } else { QueueCommand::Died });
         if self.history.has_too_many_faults() {
-            self.give_up();
+            self.give_up("the back-end broke its rings repeatedly");
         }
     }
 
+    fn fail_for_time(&mut self) {
+        self.give_up(&format!("not connected for {:?}", self.options().gone_max));
+    }
+
     /// Lets all I/O fail, until there is a back-end again.
-    fn give_up(&mut self) {
+    fn give_up(&mut self, why: &str) {
         if let Some(held_back) = self.pass() {
             let name = &self.options().name;
-            tracing::error!(
-                "{name}: the back-end failed repeatedly: I/O fails until it is connected again; see its log{held_back}"
-            );
+            tracing::error!("{name}: {why}: I/O fails until it is connected again; see its log{held_back}");
         }
         self.rings = None;
         self.queues.post_all(|| QueueCommand::Fail);
@@ -483,11 +485,11 @@ impl<S: RemoteSession> Control<S> {
         let (now, gone_max) = (self.now(), self.options().gone_max);
         let Link::Down(outage) = &mut self.link else { return };
         let (step, is_news) = outage.try_later(now, gone_max, &error.to_string());
-        if is_news {
-            tracing::debug!("{error}");
+        if is_news && let Some(held_back) = self.pass() {
+            tracing::warn!("{error}; it is tried again{held_back}");
         }
         if step == OutageStep::Fail {
-            self.give_up();
+            self.fail_for_time();
         }
     }
 

@@ -540,8 +540,8 @@ impl<T: NvmeTransport> NvmeControl<T> {
         let gone_max = self.shared.config.options.gone_max;
         let outage = self.outage.get_or_insert_with(|| Outage::new(now, Duration::ZERO));
         let (step, is_news) = outage.try_later(now, gone_max, why);
-        if is_news {
-            tracing::debug!("{}: {why}", self.shared.config.options.name);
+        if is_news && let Some(held_back) = self.pass() {
+            tracing::warn!("{}: {why}; it is tried again{held_back}", self.name());
         }
         if step == OutageStep::Fail {
             self.give_up();
@@ -582,7 +582,10 @@ impl<T: NvmeTransport> NvmeControl<T> {
     /// Lets all I/O fail that is not at the controller, until it is back.
     fn give_up(&mut self) {
         if let Some(held_back) = self.pass() {
-            tracing::error!("{}: I/O fails until it is connected again; see its log{held_back}", self.name());
+            let (name, gone_max) = (self.name(), self.shared.config.options.gone_max);
+            tracing::error!(
+                "{name}: not connected for {gone_max:?}: I/O fails until it is connected again; see its log{held_back}"
+            );
         }
         for user in self.queues.iter().filter_map(QueueUse::user) {
             user.post(NvmeQueueMessage::Command(IoQueueCommand::Fail));

@@ -340,3 +340,28 @@ fn lone_front_end_is_logged_at_once() {
     assert_eq!(log.matches("a front-end connected\n").count(), 5, "{log}");
     assert_eq!(log.matches("the front-end left\n").count(), 5, "{log}");
 }
+
+#[test]
+fn the_log_says_why_a_back_end_is_not_connected_again() {
+    for (export, device) in [("vhost-user-blk:b", "vhost-user:b?gone_s=2"), ("vfio-user:b", "vfio-user:b?gone_s=2")] {
+        let folder = tempfile::tempdir().unwrap();
+        let folder = folder.path();
+        let back_end = |disk: &str| {
+            let arguments = ["serve", "--device", disk, "--export", export, "--control", "none"];
+            let mut back_end = Process::spawn(program(folder, &arguments).stdout(Stdio::null()));
+            back_end.wait_for(&folder.join("b"));
+            back_end
+        };
+        let first = back_end("null:64M");
+        let (reader, stderr) = pipe().unwrap();
+        let arguments = ["serve", "--device", device, "--export", "vhost-user-blk:s", "--control", "c"];
+        let daemon = start(program(folder, &arguments), folder, Stdio::null(), stderr);
+        first.stop();
+        let _other = back_end("null:64M?block_size=4k");
+        std::thread::sleep(Duration::from_secs(4));
+        let log = log(daemon, reader);
+        let line = |words: [&str; 2]| log.lines().filter(|line| words.iter().all(|word| line.contains(word))).count();
+        assert_eq!(line(["limits", "it is tried again"]), 1, "{device}: {log}");
+        assert_eq!(line(["not connected for 2s", "I/O fails until it is connected again"]), 1, "{device}: {log}");
+    }
+}
