@@ -140,7 +140,7 @@ struct RequestPath {
     failures: u8,
     /// Commands that lost paths have cancelled.
     cancelled: Cancellations,
-    /// Begin of its wait for a path that executes it, ns: its last return from a lost path, or else its first failure or
+    /// Begin of its wait for a path that executes it, ns: its last return from a lost path, else its first failure or
     /// hold; zero for none.
     since_ns: u64,
     /// For the policy that made it.

@@ -1,8 +1,8 @@
 //! Decides whether a device may have another size, and which steps it needs. Changes nothing.
 //!
 //! A size is the served size. A shorter file is grown to it, as users expect; a longer one is never truncated, since a
-//! typing error would cost data: its rest is kept and not served. A disk of another program has the size that it has there,
-//! which is followed: another one would be undone at once.
+//! typing error would cost data: its rest is kept and not served. A disk of another program has the size that it has
+//! there, which is followed: another one would be undone at once.
 
 use blkyard::Backing;
 use blkyard::spec::{SpecError, parse_size, show_size};
