@@ -9,9 +9,10 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
-use super::{CLIENT_LIMIT, KIB, MIB, RunsIn, Scenario, ScenarioContext, crash};
+use super::nvme_tcp::{self, HOST_NQN, NQN};
+use super::{CLIENT_LIMIT, Image, KIB, MIB, RunsIn, Scenario, ScenarioContext, crash};
 use crate::process::{run, succeed};
-use crate::server::{Export, OfferedDevice};
+use crate::server::{Export, OfferedDevice, ReadyServer};
 use crate::vm::Vm;
 
 pub const SCENARIOS: &[Scenario] = &[
@@ -70,6 +71,13 @@ pub const SCENARIOS: &[Scenario] = &[
         place: RunsIn::Guest,
         ours: true,
         tell: migrated,
+    },
+    Scenario {
+        name: "guest-migrated-remote",
+        sentence: "a guest that moves to another daemon of the same remote disk amid its I/O finds every checksum intact",
+        place: RunsIn::Guest,
+        ours: true,
+        tell: migrated_remote,
     },
     Scenario {
         name: "guest-discard",
@@ -287,6 +295,34 @@ fn migrated(ground: &ScenarioContext) -> Result<()> {
     let device = OfferedDevice::Spec(format!("file:{}?share=on", image.path.display()));
     let exports = ["from.sock", "to.sock"].map(|socket| ground.export(device.clone(), socket, 2));
     let server = ground.serve(&exports)?;
+    for packed in [false, true] {
+        migrate(ground, &image, &exports, packed)?;
+    }
+    server.stop()?;
+    Ok(())
+}
+
+fn migrated_remote(ground: &ScenarioContext) -> Result<()> {
+    let image = ground.image("disk.img", 64 * MIB)?;
+    let address = nvme_tcp::free_address()?;
+    let mut target = ground.program.command()?;
+    target.args(["serve", "--device", &format!("file:{}", image.path.display())]);
+    target.args(["--export", &format!("nvme-tcp://{address}?nqn={NQN}")]);
+    let target = ReadyServer::start_command(&target, &[], &ground.log)?;
+    let exports = ["from", "to"].map(|side| {
+        let spec = format!("nvme-tcp://{address}/{NQN}?host_nqn={HOST_NQN}-{side}");
+        ground.export(OfferedDevice::Spec(spec), &format!("{side}.sock"), 2)
+    });
+    let daemons = [ground.serve(&exports[..1])?, ground.serve(&exports[1..])?];
+    migrate(ground, &image, &exports, false)?;
+    for server in daemons.into_iter().chain([target]) {
+        server.stop()?;
+    }
+    Ok(())
+}
+
+/// Moves a guest from a QEMU at the first export to one at the second.
+fn migrate(ground: &ScenarioContext, image: &Image, exports: &[Export; 2], packed: bool) -> Result<()> {
     // The daemon writes verified data into the guest's memory, so a lost page is a wrong checksum.
     let task = format!(
         "modprobe virtio_blk
@@ -302,26 +338,23 @@ fn migrated(ground: &ScenarioContext) -> Result<()> {
         echo verified",
         ends = crash::is_ended("/dev/vda")
     );
-    for packed in [false, true] {
-        let vm = |export: &Export| {
-            let vm = Vm::new(ground.guest, 2).disk(&export.socket, 2);
-            if packed { vm.packed() } else { vm }
-        };
-        let way = ground.path(if packed { "way-packed" } else { "way" });
-        crash::set_ended(&image, false)?;
-        let mut there = vm(&exports[1]).incoming(way.clone()).start(&task)?;
-        let mut here = vm(&exports[0]).start(&task)?;
-        here.wait_for_output(|output| output.lines().count() >= 2)?;
-        here.migrate(&way)?;
-        let before = here.output();
-        drop(here);
-        // The guest was stopped only after its migration, and has continued since.
-        there.wait_for_output(|output| output.contains("round"))?;
-        crash::set_ended(&image, true)?;
-        let after = there.wait()?.success()?;
-        ensure!(!before.contains("verified") && after.trim_end().ends_with("verified"), "{before}\nthen\n{after}");
-    }
-    server.stop()?;
+    let vm = |export: &Export| {
+        let vm = Vm::new(ground.guest, 2).disk(&export.socket, 2);
+        if packed { vm.packed() } else { vm }
+    };
+    let way = ground.path(if packed { "way-packed" } else { "way" });
+    crash::set_ended(image, false)?;
+    let mut there = vm(&exports[1]).incoming(way.clone()).start(&task)?;
+    let mut here = vm(&exports[0]).start(&task)?;
+    here.wait_for_output(|output| output.lines().count() >= 2)?;
+    here.migrate(&way)?;
+    let before = here.output();
+    drop(here);
+    // The guest was stopped only after its migration, and has continued since.
+    there.wait_for_output(|output| output.contains("round"))?;
+    crash::set_ended(image, true)?;
+    let after = there.wait()?.success()?;
+    ensure!(!before.contains("verified") && after.trim_end().ends_with("verified"), "{before}\nthen\n{after}");
     Ok(())
 }
 

@@ -91,7 +91,7 @@ fn restart(ground: &ScenarioContext) -> Result<()> {
 
 /// An address with a free port. Its loopback address is of this process alone: of 127.0.0.1 any other program could
 /// get the port before the target listens to it, or while it is restarted.
-fn free_address() -> Result<SocketAddr> {
+pub(super) fn free_address() -> Result<SocketAddr> {
     let [low, high, ..] = std::process::id().to_le_bytes();
     let address = Ipv4Addr::new(127, 1, high, low);
     let listener = TcpListener::bind((address, 0)).with_context(|| format!("no port of {address} is free"))?;
