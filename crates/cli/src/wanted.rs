@@ -256,7 +256,8 @@ fn parse_pci_id(text: &str) -> Option<NvmePciId> {
 
 /// The number of a group, by its name or number.
 fn group_number(object: &str, name: &str) -> Result<u32, SpecError> {
-    if let Ok(number) = name.parse() {
+    // For chown(2) the largest number is no group, and changes nothing.
+    if let Some(number) = name.parse().ok().filter(|number| *number != u32::MAX) {
         return Ok(number);
     }
     let groups = std::fs::read_to_string("/etc/group").unwrap_or_default();
@@ -311,6 +312,15 @@ mod tests {
         ] {
             let error = address(name).unwrap_err();
             assert!(error.contains(word), "{name}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_group_has_a_name_or_a_number() {
+        assert_eq!(group_number("x", "0").unwrap(), 0);
+        assert_eq!(group_number("x", "root").unwrap(), 0);
+        for wrong in ["4294967295", "-1", "no-such-group"] {
+            assert!(group_number("x", wrong).unwrap_err().to_string().contains("no such group"), "{wrong}");
         }
     }
 

@@ -40,7 +40,7 @@ pub struct SocketConfig {
 #[derive(Debug, thiserror::Error)]
 pub enum SocketError {
     /// The socket has a listener.
-    #[error("socket {}: another server is listening on it; stop that one or choose another path", .0.display())]
+    #[error("socket {}: a server or another export is listening on it; stop that one or choose another path", .0.display())]
     Alive(PathBuf),
     /// Another file has that name.
     #[error("socket {}: a file that is not a socket has that name; remove it or choose another path", .0.display())]
