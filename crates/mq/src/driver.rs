@@ -374,6 +374,8 @@ impl Done<'_> {
     }
 
     fn requeue_marked(&mut self, tag: Tag, marks: Marks) {
+        // The error number of a request that fails is that of its last attempt.
+        self.table.take_code(tag.index() as u16);
         let request = &mut self.table.requests[tag.index()];
         request.set_idle();
         request.unmark(Marks::UNANSWERED);

@@ -146,8 +146,6 @@ impl Done<'_> {
             Some(number) => (number, None),
             None => part.ended.pop().map(|(number, status)| (number, Some(status)))?,
         };
-        // Of an attempt that is not the last.
-        self.table.take_code(number);
         let request = &mut self.table.requests[usize::from(number)];
         request.look.set_state(RequestState::InFlight);
         let may_execute = status.map_or(request.has(Marks::UNANSWERED), |status| status.retry() != Retry::Elsewhere);

@@ -6,7 +6,7 @@ use std::collections::btree_map::Entry;
 use std::sync::Arc;
 
 use blkyard_mpath::{AccessState, ChoiceReason, ConnectionState, PathState, PolicyKind};
-use blkyard_mq::{BufferAccess, Op, Region, RegionTable, RegisteredBuffer, Status};
+use blkyard_mq::{BufferAccess, ErrorCode, IoErrors, Op, Region, RegionTable, RegisteredBuffer, Status};
 use blkyard_sim::Rng;
 
 use crate::paths::{LOST, MS, NO_PATH_NS, Sent, World};
@@ -133,6 +133,34 @@ fn a_write_that_a_live_path_fails_ends_at_once() {
         assert_eq!((world.statuses(), world.sectors(1)), (vec![status], vec![]));
         assert_eq!(world.queue.driver_mut().stats().held(), 0);
     }
+}
+
+#[test]
+fn a_failure_has_the_error_number_of_its_last_path() {
+    let mut world = World::new(PolicyKind::RoundRobin, 2, true);
+    (0..2).for_each(|path| world.wires[path].borrow_mut().code = Some(ErrorCode::Nvme(path as u16)));
+    let errors = world.queue.info().errors.clone();
+    let code = |errors: &IoErrors| errors.take().and_then(|(first, _)| first?.code);
+    world.submit(Op::Write, 0, 0);
+    world.turn();
+    world.answer(0, Status::Io);
+    assert_eq!(code(&errors), Some(ErrorCode::Nvme(0)));
+    // The next choice is path 1.
+    world.submit(Op::Read, 0, 0);
+    world.turn();
+    world.answer(1, Status::Io);
+    world.answer(0, Status::Io);
+    assert_eq!(code(&errors), Some(ErrorCode::Nvme(0)));
+    world.submit(Op::Read, 0, 0);
+    world.turn();
+    world.answer(1, Status::Io);
+    world.answer(0, Status::Ok);
+    assert_eq!(world.statuses(), [Status::Io, Status::Io, Status::Ok]);
+    world.wires[1].borrow_mut().code = None;
+    world.submit(Op::Write, 0, 0);
+    world.turn();
+    world.answer(1, Status::Io);
+    assert_eq!(errors.take().and_then(|(first, _)| first?.code), None, "that of an earlier request");
 }
 
 #[test]

@@ -9,8 +9,9 @@ use blkyard_mpath::{
     QueuePath,
 };
 use blkyard_mq::{
-    Batch, Bio, BufferId, DeviceInfo, Done, Driver, EndedHedge, FenceEvidence, HedgeDriver, HwQueue, HwQueueConfig, Op,
-    QueueLimits, RegionTable, RegisteredBuffer, Request, Segment, Segments, Shortage, Status, Tag, TimedOut,
+    Batch, Bio, BufferId, DeviceInfo, Done, Driver, EndedHedge, ErrorCode, FenceEvidence, HedgeDriver, HwQueue,
+    HwQueueConfig, Op, QueueLimits, RegionTable, RegisteredBuffer, Request, Segment, Segments, Shortage, Status, Tag,
+    TimedOut,
 };
 
 pub const MS: u64 = 1_000_000;
@@ -36,6 +37,8 @@ pub struct Wire {
     pub sent: Vec<Sent>,
     /// Answers to be told at the next poll: index in `sent`, and status.
     pub answers: Vec<(usize, Status)>,
+    /// Error number of those that fail.
+    pub code: Option<ErrorCode>,
     /// All commands are given back at the next poll; true if they were answered.
     pub gives_back: Option<bool>,
     pub late: usize,
@@ -91,7 +94,11 @@ impl<Cx: ?Sized> Driver<Cx> for FakePath {
         let mut answers = std::mem::take(&mut wire.answers);
         answers.sort_unstable_by_key(|(at, _)| std::cmp::Reverse(*at));
         for (at, status) in answers {
-            done.complete(wire.sent.remove(at).tag, status);
+            let tag = wire.sent.remove(at).tag;
+            if let Some(code) = wire.code.filter(|_| !status.is_ok()) {
+                done.note_code(tag.index(), code);
+            }
+            done.complete(tag, status);
         }
         if let Some(answered) = wire.gives_back.take() {
             // The order in which a driver gives back must not matter.
