@@ -57,6 +57,10 @@ pub trait Scheduler: fmt::Debug + Send {
     /// `now_ns` if it had none.
     fn ended(&mut self, bio: &Bio, start_ns: u64, now_ns: u64);
 
+    /// Takes out a waiting bio for which this is true, as if it had never come. `None` if there is none. For rare use:
+    /// looks at each.
+    fn take(&mut self, is_it: &mut dyn FnMut(&Bio) -> bool, now_ns: u64) -> Option<Box<Bio>>;
+
     /// Its queue has so many tags from now on.
     fn set_depth(&mut self, _depth: usize) {}
 

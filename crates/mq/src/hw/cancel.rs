@@ -7,16 +7,16 @@
 use super::namespace::Namespace;
 use super::{HwQueue, Plug};
 use crate::request::{Marks, RequestState};
-use crate::{Bio, SchedulerConfig, Status};
+use crate::{Bio, Status};
 
 impl Namespace {
-    /// Takes out a waiting bio for which this is true, unless its scheduler has it.
+    /// Takes out a waiting bio for which this is true.
     fn cancel(&mut self, is_its: &mut impl FnMut(&Bio) -> bool) -> Option<Box<Bio>> {
         if let Some(at) = self.bios.iter().position(|bio| is_its(bio)) {
             return self.bios.remove(at);
         }
-        let arrived = self.scheduled.as_mut().and_then(|scheduled| scheduled.cancel_arrived(is_its));
-        arrived.or_else(|| self.flush.cancel(is_its))
+        let scheduled = self.scheduled.as_mut().and_then(|scheduled| scheduled.cancel(is_its));
+        scheduled.or_else(|| self.flush.cancel(is_its))
     }
 }
 
@@ -25,8 +25,7 @@ impl<D> HwQueue<D> {
     /// returns them with [`Status::Again`]. Returns their number. `left` decreases by each bio found, also by those
     /// that are not taken back.
     ///
-    /// For rare use. It looks at each bio of the queue, and replaces the scheduler by an equal one if that has such a
-    /// bio, since a scheduler returns only all of its bios.
+    /// For rare use. It looks at each bio of the queue.
     #[cold]
     pub fn cancel(&mut self, left: &mut usize, mut is_its: impl FnMut(&Bio) -> bool) -> usize {
         let before = *left;
@@ -36,19 +35,10 @@ impl<D> HwQueue<D> {
         self.cancel_ready(left, &mut is_its);
         let cancelled = before - *left;
         *left -= self.table.count_bios(&mut is_its).min(*left);
-        let before = *left;
-        for number in 0..self.namespaces.len() {
-            let config = self.namespaces[number].scheduler;
-            if *left > 0 && config != SchedulerConfig::None && self.namespaces[number].has_scheduled() {
-                // The bios of the scheduler become arrivals of the next one.
-                self.schedule(number as u16, config);
-                self.cancel_waiting(number, left, &mut is_its);
-            }
-        }
-        cancelled + before - *left
+        cancelled
     }
 
-    /// Takes back waiting bios of a namespace, except those of its scheduler.
+    /// Takes back waiting bios of a namespace.
     fn cancel_waiting(&mut self, number: usize, left: &mut usize, is_its: &mut impl FnMut(&Bio) -> bool) {
         while *left > 0 {
             let Some(bio) = self.namespaces[number].cancel(is_its) else { break };

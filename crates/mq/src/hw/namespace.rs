@@ -133,11 +133,6 @@ impl Namespace {
         self.bios.len() + usize::from(self.partial.is_some()) + scheduled
     }
 
-    /// Whether its scheduler has bios.
-    pub(super) fn has_scheduled(&self) -> bool {
-        self.scheduled.as_ref().is_some_and(|scheduled| scheduled.waiting() > 0)
-    }
-
     /// Whether its share lets it have one more tag.
     #[inline]
     pub(super) fn may_take(&self) -> bool {

@@ -80,11 +80,17 @@ impl Scheduled {
         self.arrived.push(bio);
     }
 
-    /// Takes out a bio for which this is true of those that are not inserted yet.
-    pub(super) fn cancel_arrived(&mut self, is_its: &mut impl FnMut(&Bio) -> bool) -> Option<Box<Bio>> {
-        let at = self.arrived.iter().position(|bio| is_its(bio))?;
-        self.carried -= usize::from(at < self.carried);
-        Some(self.arrived.remove(at))
+    /// Takes out a waiting bio for which this is true.
+    pub(super) fn cancel(&mut self, is_its: &mut impl FnMut(&Bio) -> bool) -> Option<Box<Bio>> {
+        if let Some(at) = self.arrived.iter().position(|bio| is_its(bio)) {
+            self.carried -= usize::from(at < self.carried);
+            return Some(self.arrived.remove(at));
+        }
+        let bio = self.scheduler.take(is_its, self.round_ns)?;
+        self.waiting -= 1;
+        self.edges.remove(&bio);
+        self.kept_until_ns = None;
+        Some(bio)
     }
 
     /// Inserts arrived bios into the scheduler, with the round's time.

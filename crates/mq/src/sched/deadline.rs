@@ -201,12 +201,17 @@ impl Deadline {
         next.or(Some(first).filter(|at| self.is_free(*at)))
     }
 
-    fn hand_out(&mut self, class: usize, direction: Direction, at: u32) -> Box<Bio> {
+    fn remove(&mut self, class: usize, direction: Direction, at: u32) -> Box<Bio> {
         let queue = &mut self.queues[class][direction as usize];
         let bio = self.slots.remove(&mut queue.fifo, at);
         self.orders.remove(&mut queue.sorted, at, bio.sector);
-        queue.position = bio.sector;
         self.here[class] -= 1;
+        bio
+    }
+
+    fn hand_out(&mut self, class: usize, direction: Direction, at: u32) -> Box<Bio> {
+        let bio = self.remove(class, direction, at);
+        self.queues[class][direction as usize].position = bio.sector;
         self.out[class] += 1;
         self.async_out += usize::from(!bio.is_sync());
         self.last = (class, direction);
@@ -263,6 +268,12 @@ impl Scheduler for Deadline {
     fn ended(&mut self, bio: &Bio, _start_ns: u64, _now_ns: u64) {
         self.out[bio.priority as usize] -= 1;
         self.async_out -= usize::from(!bio.is_sync());
+    }
+
+    fn take(&mut self, is_it: &mut dyn FnMut(&Bio) -> bool, _now_ns: u64) -> Option<Box<Bio>> {
+        let at = self.slots.find(is_it)?;
+        let bio = self.slots.bio(at);
+        Some(self.remove(bio.priority as usize, Direction::of(bio.op), at))
     }
 
     fn set_depth(&mut self, depth: usize) {

@@ -617,6 +617,34 @@ impl Scheduler for Fair {
         }
     }
 
+    fn take(&mut self, is_it: &mut dyn FnMut(&Bio) -> bool, now_ns: u64) -> Option<Box<Bio>> {
+        let place = self.slots.find(is_it)?;
+        let at = self.slots.bio(place).scheduler_word;
+        let stream = self.streams.get_mut(at);
+        // The oldest of a stream are those of its batch.
+        if self.slots.iter(&stream.bios).take(stream.batch as usize).any(|other| other == place) {
+            stream.batch -= 1;
+            self.batch.retain(|(_, other)| *other != place);
+        }
+        let bio = self.slots.remove(&mut stream.bios, place);
+        let class = usize::from(stream.class);
+        self.waiting[class] -= 1;
+        self.mixing[class] -= usize::from(stream.mixes);
+        if stream.bios.is_empty() && stream.in_flight == 0 {
+            self.busy -= 1;
+            self.rest(at);
+        }
+        if self.mixing[class] == 0 {
+            // Those at the front of the mix are idle, and leave it.
+            self.front_of_mix(class, now_ns);
+        }
+        if self.waiting.iter().all(|waiting| *waiting == 0) && self.in_flight() == 0 {
+            // Nobody asks a queue in which nothing waits.
+            self.tenure.leave(now_ns);
+        }
+        Some(bio)
+    }
+
     fn drain(&mut self, each: &mut dyn FnMut(Box<Bio>)) {
         self.slots.drain(each);
     }

@@ -234,6 +234,12 @@ impl Scheduler for Kyber {
         }
     }
 
+    fn take(&mut self, is_it: &mut dyn FnMut(&Bio) -> bool, _now_ns: u64) -> Option<Box<Bio>> {
+        let at = self.slots.find(is_it)?;
+        let domain = domain_of(self.slots.bio(at).op);
+        Some(self.slots.remove(&mut self.domains[domain].bios, at))
+    }
+
     fn drain(&mut self, each: &mut dyn FnMut(Box<Bio>)) {
         self.slots.drain(each);
     }

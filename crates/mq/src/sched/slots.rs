@@ -152,6 +152,11 @@ impl Slots {
         std::iter::successors(list.first(), |at| Some(self.places[*at as usize].next).filter(|next| *next != NONE))
     }
 
+    /// Slot of the first bio for which this is true, if there is one.
+    pub(crate) fn find(&self, is_it: &mut dyn FnMut(&Bio) -> bool) -> Option<u32> {
+        self.places.iter().position(|slot| slot.bio.as_ref().is_some_and(|bio| is_it(bio))).map(|at| at as u32)
+    }
+
     /// When the bio came that has been here for longest.
     pub(crate) fn oldest_ns(&self) -> Option<u64> {
         self.places.iter().filter(|slot| slot.bio.is_some()).map(|slot| slot.since_ns).min()

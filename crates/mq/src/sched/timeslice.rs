@@ -216,6 +216,15 @@ impl Timeslice {
         }
     }
 
+    /// Takes a stream out of the line that it is in.
+    fn leave_line(&mut self, stream: u32) {
+        let line = if self.streams.get(stream).served == self.epoch { &mut self.later } else { &mut self.turn };
+        match line {
+            Turns::Arrival(line) => line.retain(|other| *other != stream),
+            Turns::Lowest(order) => self.numbers.remove(order, stream, self.streams.stream(stream)),
+        }
+    }
+
     /// Next stream with bios, if any; begins a new epoch if all had a slice.
     fn next_in_line(&mut self) -> Option<u32> {
         for _ in 0..2 {
@@ -342,6 +351,23 @@ impl Scheduler for Timeslice {
             Some(slice) if slice.stream == at => slice.idle_since_ns = Some(now_ns),
             _ => self.streams.rest(at),
         }
+    }
+
+    fn take(&mut self, is_it: &mut dyn FnMut(&Bio) -> bool, _now_ns: u64) -> Option<Box<Bio>> {
+        let place = self.slots.find(is_it)?;
+        // The stream is known while a bio of it waits.
+        let at = self.streams.find(self.key(self.slots.bio(place)))?;
+        let stream = self.streams.get_mut(at);
+        let bio = self.slots.remove(&mut stream.bios, place);
+        self.waiting -= 1;
+        if stream.bios.is_empty() && self.owner.is_none_or(|slice| slice.stream != at) {
+            let is_over = stream.in_flight == 0;
+            self.leave_line(at);
+            if is_over {
+                self.streams.rest(at);
+            }
+        }
+        Some(bio)
     }
 
     fn drain(&mut self, each: &mut dyn FnMut(Box<Bio>)) {

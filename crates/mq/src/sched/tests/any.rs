@@ -20,6 +20,8 @@ enum Act {
     Next(usize, bool),
     /// One that is out ends, counted from the oldest.
     End(usize),
+    /// One that waits is taken back, counted from the oldest slot.
+    Take(usize),
     /// Time passes; or goes back a little, as it does on another lane.
     Pass(i64),
 }
@@ -37,6 +39,7 @@ fn any_act() -> impl Strategy<Value = Act> {
         8 => insert,
         6 => (0_usize..4, any::<bool>()).prop_map(|(joins, fits)| Act::Next(joins, fits)),
         4 => (0_usize..BIOS_MAX).prop_map(Act::End),
+        2 => (0_usize..BIOS_MAX).prop_map(Act::Take),
         3 => pass.prop_map(Act::Pass),
     ]
 }
@@ -140,6 +143,13 @@ proptest! {
                 Act::End(at) if !hand.out.is_empty() => {
                     let bio = hand.out.remove(at % hand.out.len());
                     hand.scheduler.ended(&bio, hand.now_ns.saturating_sub(MS / 10), hand.now_ns);
+                }
+                Act::Take(mut at) => {
+                    let mut is_it = |_: &crate::Bio| at.checked_sub(1).map(|left| at = left).is_none();
+                    if let Some(bio) = hand.scheduler.take(&mut is_it, hand.now_ns) {
+                        prop_assert!(bio.sectors > 0);
+                        wanted -= 1;
+                    }
                 }
                 Act::Next(..) | Act::End(_) => {}
                 Act::Pass(ns) => {

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use blkyard_mq::{
-    BioFlags, DeadlineConfig, DeviceInfo, FairConfig, HwQueueConfig, KyberConfig, Op, RateConfig, RateLimit,
-    SchedulerConfig, Shortage, Status, TimesliceConfig,
+    BioFlags, DeadlineConfig, DeviceInfo, FairConfig, FairDevice, HwQueueConfig, KyberConfig, Op, RateConfig,
+    RateLimit, SchedulerConfig, Shortage, Status, TimesliceConfig,
 };
 
 use crate::core::hand::{Bench, bio, disk, of, read, with};
@@ -65,6 +65,28 @@ fn bio_is_taken_back_from_each_scheduler() {
         ended.sort_unstable();
         assert_eq!(ended, [0, 100, 200, 400, 700], "{scheduler:?}");
     }
+}
+
+#[test]
+fn who_cancels_gets_no_more_of_a_shared_device() {
+    // Room for four bios of all queues: 4 KiB each, and 8 KiB more.
+    let fair = FairConfig { device: FairDevice::Flat, in_flight_kib: 48, ..FairConfig::default() };
+    let config = HwQueueConfig { scheduler: SchedulerConfig::Fair(fair), ..HwQueueConfig::default() };
+    let info = disk();
+    let (mut bench, mut other) = (Bench::new(info.clone(), config), Bench::new(info, config));
+    other.submit(read(9000));
+    other.turn();
+    bench.submit_all((0..40).map(|at| read(at * 100)));
+    bench.turn();
+    let at_the_device = bench.device().sectors().len();
+    assert!((1..=4).contains(&at_the_device), "{at_the_device}");
+    for sector in (1000..4000).step_by(100) {
+        assert_eq!(cancel(&mut bench, &[sector]), (1, 0));
+        bench.turn();
+        assert_eq!(bench.device().sectors().len(), at_the_device, "after {sector}");
+    }
+    bench.end_all();
+    other.end_all();
 }
 
 #[test]

@@ -136,6 +136,10 @@ impl Scheduler for Keeper {
         None
     }
     fn ended(&mut self, _: &Bio, _: u64, _: u64) {}
+    fn take(&mut self, is_it: &mut dyn FnMut(&Bio) -> bool, _: u64) -> Option<Box<Bio>> {
+        let at = self.bios.iter().position(|bio| is_it(bio))?;
+        self.bios.remove(at)
+    }
     fn drain(&mut self, each: &mut dyn FnMut(Box<Bio>)) {
         self.bios.drain(..).for_each(each);
     }
