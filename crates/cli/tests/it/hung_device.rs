@@ -39,6 +39,11 @@ fn hang(folder: &Path) -> (Daemon, Daemon, Process) {
         reads(0) > Some(0) && reads(1) > Some(0)
     });
     back_end.hang();
+    // A job that had no CPU time meanwhile submits only now.
+    wait_until("I/O of each queue hangs", || {
+        let queues = &inspect(folder, &[])["exports"][0]["queues"];
+        (0..2).all(|queue| queues[queue]["now"]["in_flight"] == 1)
+    });
     (back_end, daemon, load)
 }
 

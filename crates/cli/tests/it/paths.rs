@@ -222,10 +222,22 @@ struct Outage {
     disk: Disk,
     /// Status of each of two reads, one in flight before the target was killed and one after, and their end since then.
     ends: Vec<(Status, Duration)>,
+    /// Time from its kill to the end of its connections, which the kernel closes once it has taken its rings apart.
+    closed: Duration,
 }
 
 /// What threads of a busy machine may add to a deadline.
 const LOADED: Duration = Duration::from_millis(1500);
+
+/// Whether this end of a connection is open.
+fn is_connected(address: &SocketAddr) -> bool {
+    let SocketAddr::V4(address) = address else { unreachable!("an address of ours") };
+    // As proc(5) has it: the address as a number, and the state, of which 01 is for established.
+    let end = format!("{:08X}:{:04X}", u32::from_ne_bytes(address.ip().octets()), address.port());
+    let connections = std::fs::read_to_string("/proc/net/tcp").unwrap();
+    let mut connections = connections.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
+    connections.any(|fields| fields[1] == end && fields[3] == "01")
+}
 
 impl Outage {
     /// `restart` is how long after its end the target is started again.
@@ -258,6 +270,8 @@ impl Outage {
             let start = Instant::now();
             old.signal(Signal::KILL);
             drop(old);
+            wait_until("its connections are closed", || !addresses.iter().any(is_connected));
+            let closed = start.elapsed();
             read(queue, 1);
             queue.ring();
             let mut ended = Vec::new();
@@ -270,11 +284,12 @@ impl Outage {
                 **target = Some(Outage::target(folder_of, addresses));
             }
             while queue.wait(|bio| ended.push((bio.status, start.elapsed()))) > 0 {}
-            ended
+            (ended, closed)
         });
         println!("{ends:?}");
         let target = target.into_inner().unwrap().take();
-        (Outage { addresses, disk, ends: ends.concat(), folder }, target)
+        let (ends, closed) = ends.into_iter().next().unwrap();
+        (Outage { folder, addresses, disk, ends, closed }, target)
     }
 
     fn target(folder: &Path, addresses: [SocketAddr; 2]) -> Daemon {
@@ -314,12 +329,13 @@ fn read(queue: &mut Submitter, slot: usize) {
 }
 
 /// Checks that both reads have ended with a path error after this time, and no sooner.
-fn fail_after(ends: &[(Status, Duration)], seconds: u64) {
+fn fail_after(outage: &Outage, seconds: u64) {
+    let Outage { ends, closed, .. } = outage;
     let deadline = Duration::from_secs(seconds);
     assert_eq!(ends.len(), 2);
     for (status, time) in ends {
         assert_eq!(*status, Status::Path, "{ends:?}");
-        assert!((deadline..deadline + LOADED).contains(time), "{ends:?}");
+        assert!((deadline..*closed + deadline + LOADED).contains(time), "{ends:?}, closed after {closed:?}");
     }
 }
 
@@ -327,7 +343,7 @@ fn fail_after(ends: &[(Status, Duration)], seconds: u64) {
 fn without_a_path_io_waits_for_no_path_s_and_fails_with_the_path_error() {
     let name = |addresses: &[SocketAddr]| name_of(addresses, "no_path_s=3&reconnect_delay_s=1");
     let (outage, _) = Outage::begin(name, None);
-    fail_after(&outage.ends, 3);
+    fail_after(&outage, 3);
     outage.recovers();
 }
 
@@ -345,7 +361,7 @@ fn io_of_one_path_fails_with_the_path_error_after_fast_io_fail_s() {
     let name =
         |addresses: &[SocketAddr]| format!("nvme-tcp://{}/{NQN}?fast_io_fail_s=3&reconnect_delay_s=1", addresses[0]);
     let (outage, _) = Outage::begin(name, None);
-    fail_after(&outage.ends, 3);
+    fail_after(&outage, 3);
     outage.recovers();
 }
 
@@ -353,6 +369,6 @@ fn io_of_one_path_fails_with_the_path_error_after_fast_io_fail_s() {
 fn io_of_several_paths_fails_once_fast_io_fail_s_has_passed_for_all() {
     let name = |addresses: &[SocketAddr]| name_of(addresses, "no_path_s=60&fast_io_fail_s=3&reconnect_delay_s=1");
     let (outage, _) = Outage::begin(name, None);
-    fail_after(&outage.ends, 3);
+    fail_after(&outage, 3);
     outage.recovers();
 }
