@@ -94,7 +94,7 @@ impl FileDevice {
         let Claimed { file, now, block_device, probed } = claimed;
 
         let bytes = seek(&file, SeekFrom::End(0)).map_err(|e| system("its size cannot be read")(e.into()))?;
-        let device_block = if block_device { rustix::fs::ioctl_blksszget(&file).unwrap_or(512) } else { 512 };
+        let device_block = block_device.then(|| rustix::fs::ioctl_blksszget(&file).unwrap_or(512));
         let system_type = system_type(file.as_fd(), block_device);
         let block = logical_block(&config, device_block)?;
         let mode = match probed {
@@ -356,7 +356,7 @@ fn mode(
     config: &FileConfig,
     file: BorrowedFd<'_>,
     system_type: Option<i64>,
-    device_block: u32,
+    device_block: Option<u32>,
     block: u32,
 ) -> Result<Mode, OpenError> {
     let reason = match alignment(file, system_type, device_block) {
@@ -395,7 +395,7 @@ enum Alignment {
     None,
 }
 
-fn alignment(file: BorrowedFd<'_>, system_type: Option<i64>, device_block: u32) -> Alignment {
+fn alignment(file: BorrowedFd<'_>, system_type: Option<i64>, device_block: Option<u32>) -> Alignment {
     let stated = statx(file, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN);
     if let Ok(stated) = stated
         && stated.stx_mask & StatxFlags::DIOALIGN.bits() != 0
@@ -404,13 +404,17 @@ fn alignment(file: BorrowedFd<'_>, system_type: Option<i64>, device_block: u32) 
         let has_direct = memory.is_power_of_two() && offset.is_power_of_two();
         return if has_direct { Alignment::Known(memory, offset) } else { Alignment::None };
     }
+    // Older kernels do not state it of a block device: it is the block.
+    if let Some(block) = device_block {
+        return Alignment::Known(block, block);
+    }
     // On tmpfs direct and cached I/O are the same, at any offset.
     if system_type == Some(libc::TMPFS_MAGIC) {
         return Alignment::Known(1, 1);
     }
     // Holes prove nothing: the device is not read.
     let Ok(data) = seek(file, SeekFrom::Data(0)) else { return Alignment::Unknown };
-    let smaller = std::iter::successors(Some(device_block.max(512)), |align| Some(align * 2));
+    let smaller = std::iter::successors(Some(512), |align| Some(align * 2));
     let mut smaller = smaller.take_while(|align| *align < ALIGN_MAX);
     let offset = smaller.find(|align| try_read(file, data, *align)).unwrap_or(ALIGN_MAX);
     // Memory with the alignment of offsets is always sufficient.
@@ -429,8 +433,8 @@ fn try_read(file: BorrowedFd<'_>, data: u64, align: u32) -> bool {
 
 /// The logical block: what was asked for, or that of a block device. That of an image does not depend on where it lies:
 /// its partition table counts in blocks (docs/adr/0083).
-fn logical_block(config: &FileConfig, device_block: u32) -> Result<u32, OpenError> {
-    let own = device_block.max(512);
+fn logical_block(config: &FileConfig, device_block: Option<u32>) -> Result<u32, OpenError> {
+    let own = device_block.unwrap_or(512).max(512);
     let Some(asked) = config.block_bytes else { return Ok(own) };
     let max = BLOCK_BYTES_MAX.max(own);
     if !asked.is_power_of_two() || !(512..=max).contains(&asked) {
@@ -452,6 +456,13 @@ fn is_read_only(device: BorrowedFd<'_>) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn direct_io_on_a_block_device_needs_its_blocks_also_if_the_kernel_does_not_state_it() {
+        let unstated = std::fs::File::open("/dev/null").unwrap();
+        assert!(matches!(alignment(unstated.as_fd(), None, Some(4096)), Alignment::Known(4096, 4096)));
+        assert!(matches!(alignment(unstated.as_fd(), None, Some(512)), Alignment::Known(512, 512)));
+    }
 
     #[test]
     fn where_the_name_of_a_block_device_is_says_nothing_of_its_data() {
