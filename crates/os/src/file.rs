@@ -132,7 +132,12 @@ impl std::fmt::Display for Indirect {
             Indirect::Adopted => f.write_str("as before it was taken over"),
             Indirect::Refused => f.write_str("the file system does no direct I/O on this file"),
             Indirect::Blocks(bytes) => {
-                write!(f, "direct I/O needs blocks of {bytes} bytes here: ?block_size={bytes} for a new disk")
+                write!(f, "direct I/O needs blocks of {bytes} bytes here")?;
+                // No larger block can be asked for.
+                if *bytes <= open::BLOCK_BYTES_MAX {
+                    write!(f, ": ?block_size={bytes} for a new disk")?;
+                }
+                Ok(())
             }
             Indirect::Untried => f.write_str("what direct I/O needs here is unknown until the file has data"),
         }

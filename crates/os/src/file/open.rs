@@ -25,7 +25,7 @@ use super::place::{BOUNCES, ZEROES_BYTES};
 use super::{Direct, FileConfig, FileCounters, FileDevice, Indirect, Mode, OpenError, SharedFile, Syncs, Threads};
 
 /// Largest logical block: the limit of virtio and its guests with pages of the usual size.
-const BLOCK_BYTES_MAX: u32 = 4096;
+pub(super) const BLOCK_BYTES_MAX: u32 = 4096;
 /// Largest alignment of direct I/O where it is not stated: no disk in use needs more.
 const ALIGN_MAX: u32 = 4096;
 /// A process that ends takes its locks with it only once the kernel has taken its rings apart, some milliseconds
@@ -462,6 +462,12 @@ mod tests {
         let unstated = std::fs::File::open("/dev/null").unwrap();
         assert!(matches!(alignment(unstated.as_fd(), None, Some(4096)), Alignment::Known(4096, 4096)));
         assert!(matches!(alignment(unstated.as_fd(), None, Some(512)), Alignment::Known(512, 512)));
+    }
+
+    #[test]
+    fn a_block_size_is_named_as_a_cure_only_if_it_can_be_asked_for() {
+        assert!(Indirect::Blocks(4096).to_string().contains("?block_size=4096"));
+        assert!(!Indirect::Blocks(16384).to_string().contains("block_size"));
     }
 
     #[test]
