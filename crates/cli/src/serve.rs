@@ -2,7 +2,7 @@
 //!
 //! Names, devices and sockets are checked before anything is served. `lanes.rs` places queues on lanes.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -655,6 +655,13 @@ fn introduce_control(socket: Arc<BoundSocket>, daemon: &Arc<Daemon>) -> Result<C
     Ok(answers::serve(socket, Arc::clone(daemon))?)
 }
 
+/// The lanes of queues, each once: an export may have dozens of queues.
+fn show_lanes(lane_of: &[usize]) -> String {
+    let lanes: BTreeSet<_> = lane_of.iter().collect();
+    let numbers: Vec<_> = lanes.iter().map(ToString::to_string).collect();
+    format!("{} {}", if lanes.len() == 1 { "lane" } else { "lanes" }, numbers.join(", "))
+}
+
 /// Prints the exports, and how to attach them.
 fn introduce(devices: &[Arc<ServedDevice>], exports: &[(ReadyExport, Vec<usize>)], lanes: usize) {
     /// Exports that are printed, in readable number.
@@ -668,7 +675,8 @@ fn introduce(devices: &[Arc<ServedDevice>], exports: &[(ReadyExport, Vec<usize>)
             let size = show_size(info.capacity_sectors << 9);
             say(format_args!("{nsid}{}: {size}{access}; {}", info.name, device.describe()));
         }
-        say(format_args!("  on {} with {} queues, on lanes {lane_of:?} of {lanes}", export.name, export.queues.len()));
+        let queues = export.queues.len();
+        say(format_args!("  on {} with {queues} queues, on {} of {lanes}", export.name, show_lanes(lane_of)));
     }
     if exports.len() > INTRODUCED_MAX {
         say(format_args!("and {} more exports; blkyard inspect shows them", exports.len() - INTRODUCED_MAX));
