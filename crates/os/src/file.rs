@@ -8,8 +8,10 @@
 //! The lock is on the file description that carries the I/O, and the kernel keeps that open until the last operation
 //! has completed. So no other program gets the image while I/O of this process is in flight, however it ends.
 //!
-//! It does not cache, does not grow the file unless asked to, and knows no image format.
+//! It does not cache, does not grow the file unless asked to, and serves no format but raw: a file named as an image of
+//! another one is refused.
 
+mod container;
 pub(crate) mod disk;
 mod error;
 pub(crate) mod holder;

@@ -49,6 +49,23 @@ pub enum OpenError {
         /// Cause.
         cause: &'static str,
     },
+    /// Not a disk but an image of another format.
+    #[error(
+        "{path} {sign} a {format}, and a disk here is a raw file: make one of it with `{cure}`{hint}",
+        path = path.display()
+    )]
+    Container {
+        /// The file.
+        path: PathBuf,
+        /// How one knows.
+        sign: &'static str,
+        /// The format.
+        format: &'static str,
+        /// The command.
+        cure: String,
+        /// Further cure.
+        hint: &'static str,
+    },
     /// Empty file.
     #[error("{path} is empty: give it a size with `truncate -s 1G {path}`", path = path.display())]
     Empty {

@@ -8,7 +8,7 @@ use std::fs::{FileType, Metadata, OpenOptions};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -17,6 +17,7 @@ use blkyard_mem::{PAGE_BYTES, Region};
 use blkyard_mq::{DeviceInfo, QueueLimits, SECTOR_SHIFT};
 use rustix::fs::{AtFlags, SeekFrom, StatxFlags, seek, statx};
 
+use super::container::{self, Container};
 use super::disk::DiskRoom;
 use super::holder::living_holder;
 use super::lock::{Locked, lock};
@@ -46,8 +47,22 @@ impl FileDevice {
     /// # Errors
     /// See [`OpenError`].
     pub fn open(config: FileConfig) -> Result<FileDevice, OpenError> {
+        if metadata(&config)?.is_file()
+            && let Some(named) = container::named(&config.path)
+        {
+            let hint = ", or rename it if it is raw";
+            return Err(container_error(config.path, "is named as", named, hint));
+        }
         let claimed = claim(&config, |claimed| !claimed.block_device || !passthrough::may_be_in_flight(&claimed.now))?;
-        FileDevice::of(config, claimed)
+        let (path, is_block_device) = (config.path.clone(), claimed.block_device);
+        let device = FileDevice::of(config, claimed)?;
+        if !is_block_device && let Ok(Some(begun)) = container::begun(&path) {
+            let (path, name, cure) = (path.display(), begun.name, begun.cure(&path));
+            tracing::warn!(
+                "{path} begins like a {name}, and is served as it is; if it is one, make a disk of it with `{cure}`"
+            );
+        }
+        Ok(device)
     }
 
     /// Opens the block device of a namespace for passthrough, whose lock the caller has.
@@ -105,6 +120,9 @@ impl FileDevice {
             return Err(OpenError::Empty { path: config.path });
         }
         if !bytes.is_multiple_of(u64::from(block)) {
+            if let Ok(Some(begun)) = container::begun(&config.path) {
+                return Err(container_error(config.path, "begins like", begun, ""));
+            }
             return Err(OpenError::OddSize { path: config.path, bytes, block });
         }
         let physical = if block_device {
@@ -154,6 +172,10 @@ impl FileDevice {
         };
         Ok(FileDevice { info, mode, shared: Arc::new(shared) })
     }
+}
+
+fn container_error(path: PathBuf, sign: &'static str, container: &Container, hint: &'static str) -> OpenError {
+    OpenError::Container { sign, format: container.name, cure: container.cure(&path), hint, path }
 }
 
 /// Type of the file system that holds the data of a file: `f_type` of `statfs(2)`. That of a block device is unknown:

@@ -53,6 +53,26 @@ fn what_can_be_no_disk_is_told_why_and_what_to_do() {
     assert!(odd.contains("4097 bytes") && odd.contains("truncate -s %512"), "{odd}");
 }
 
+/// Its first bytes are in the hands of the guest, which must not keep a daemon from starting.
+#[test]
+fn an_image_of_another_format_is_refused_by_its_name_but_not_by_what_its_guest_wrote() {
+    let folder = &folders()[0];
+    let write = |name: &str, bytes: u64| {
+        let path = folder.path().join(name);
+        fs::write(&path, b"QFI\xfb\0\0\0\x03").unwrap();
+        fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(bytes).unwrap();
+        path
+    };
+    let named = write("debian.qcow2", 196_608);
+    let error = refusal(FileConfig::new(&named)).to_string();
+    assert!(error.contains("named as a qcow2 image") && error.contains("qemu-img convert -O raw"), "{error}");
+    assert!(matches!(refusal(FileConfig::new(folder.path().join("none.qcow2"))), OpenError::Missing { .. }));
+    // A size that no disk has; it is not to be rounded up.
+    let odd = refusal(FileConfig::new(write("odd", 196_624))).to_string();
+    assert!(odd.contains("begins like a qcow2 image") && !odd.contains("truncate"), "{odd}");
+    assert_eq!(open(FileConfig::new(write("disk.img", 196_608))).info().capacity_sectors, 384);
+}
+
 #[test]
 fn the_block_is_what_was_asked_or_512() {
     for folder in folders() {
