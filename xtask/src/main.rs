@@ -36,7 +36,7 @@ struct Arguments {
 enum Chore {
     /// Build the test guest from Debian packages, and a QEMU from Debian's source, where they are missing.
     ///
-    /// It lives in $BLKYARD_GUEST, or in blkyard/guest of your cache folder, takes 1.1 GB, and needs no
+    /// It lives in $BLKYARD_GUEST, or in blkyard/guest of your cache folder, takes 1.6 GB, and needs no
     /// root rights. The programs in its folder bin (QEMU, fio and others) run on this machine.
     Guest {
         /// Fetch and build everything anew.

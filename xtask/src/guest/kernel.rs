@@ -18,6 +18,9 @@ use crate::process::succeed;
 /// The package that depends on the current kernel of a release.
 const METAPACKAGE: &str = "linux-image-amd64";
 
+/// Programs that unpack a kernel, and the first bytes of what they unpack: newer releases use zstd.
+const UNPACKERS: [(&str, &[u8]); 2] = [("zstd", &[0x28, 0xb5, 0x2f, 0xfd]), ("xz", &[0xfd, b'7', b'z', b'X', b'Z', 0])];
+
 const TOOL_LIMIT: Duration = Duration::from_mins(2);
 
 pub fn recipe(suite: &str) -> String {
@@ -42,11 +45,14 @@ pub fn build(suite: &Suite, guest: &Path, new: &Path) -> Result<()> {
     let image = image.with_context(|| format!("the kernel is at none of {places:?}"))?;
     let bytes = fs::read(&image).with_context(|| format!("cannot read {}", image.display()))?;
     let payload = payload(&bytes).with_context(|| format!("cannot unpack {}", image.display()))?;
-    let packed = new.join("vmlinux.zst");
+    let unpack = UNPACKERS.iter().find(|(_, magic)| payload.starts_with(magic));
+    let (program, _) = unpack.with_context(|| format!("{} is compressed with neither zstd nor xz", image.display()))?;
+    let packed = new.join("vmlinux.packed");
     fs::write(&packed, payload).with_context(|| format!("cannot write {}", packed.display()))?;
-    let mut zstd = Command::new(guest.join("bin/zstd"));
-    zstd.args(["-dq", "--rm"]).arg(&packed).arg("-o").arg(new.join("vmlinux"));
-    succeed("zstd", &zstd, TOOL_LIMIT)?;
+    let mut unpack = Command::new("sh");
+    unpack.args(["-ec", "\"$1\" -dqc \"$2\" >\"$3\"", "unpack"]).arg(guest.join("bin").join(program));
+    succeed(program, unpack.arg(&packed).arg(new.join("vmlinux")), TOOL_LIMIT)?;
+    remove(&packed)?;
     depmod(guest, new, &version)
 }
 
@@ -86,18 +92,15 @@ fn payload(image: &[u8]) -> Result<&[u8]> {
     const SETUP_SECTORS: usize = 0x1f1;
     const PAYLOAD_OFFSET: usize = 0x248;
     const PAYLOAD_LENGTH: usize = 0x24c;
-    const ZSTD: &[u8] = &[0x28, 0xb5, 0x2f, 0xfd];
     let word = |at: usize| {
         let bytes = image.get(at..at + 4).context("the image ends within its header")?;
         Ok::<_, anyhow::Error>(u32::from_le_bytes(bytes.try_into()?) as usize)
     };
     let sectors = *image.get(SETUP_SECTORS).context("the image ends within its header")? as usize;
     let start = (sectors + 1) * 512 + word(PAYLOAD_OFFSET)?;
-    // The last word is the unpacked size, which zstd would read as the start of another frame.
+    // The last word is the unpacked size, which the program would read as the start of another frame.
     let length = word(PAYLOAD_LENGTH)?.checked_sub(4).context("the payload is empty")?;
-    let payload = image.get(start..start + length).context("the payload ends beyond the image")?;
-    ensure!(payload.starts_with(ZSTD), "the payload is not compressed with zstd");
-    Ok(payload)
+    image.get(start..start + length).context("the payload ends beyond the image")
 }
 
 /// Module dependencies from `depmod`.
@@ -181,9 +184,8 @@ mod tests {
         image[0x1f1] = 1;
         image[0x248..0x24c].copy_from_slice(&16u32.to_le_bytes());
         image[0x24c..0x250].copy_from_slice(&12u32.to_le_bytes());
-        assert!(payload(&image).is_err());
-        image[1040..1044].copy_from_slice(&[0x28, 0xb5, 0x2f, 0xfd]);
-        assert_eq!(payload(&image).unwrap(), &image[1040..1048]);
+        image[1040..1048].copy_from_slice(b"a kernel");
+        assert_eq!(payload(&image).unwrap(), b"a kernel");
         image[0x24c..0x250].copy_from_slice(&u32::MAX.to_le_bytes());
         assert!(payload(&image).is_err());
         assert!(payload(&image[..600]).is_err());

@@ -33,6 +33,9 @@ const QEMU_SUITE: &str = "trixie-backports";
 /// The first release whose kernel supports in-order rings (VIRTIO_F_IN_ORDER): Linux 7.3 does, 6.12 does not.
 const NEW_KERNEL_SUITE: &str = QEMU_SUITE;
 
+/// The oldest release whose kernel is tested: Linux 6.1.
+const OLD_KERNEL_SUITE: &str = "bookworm";
+
 /// The part with the modules of VFIO and iommufd.
 const IOMMUFD: &str = "iommufd";
 
@@ -47,14 +50,19 @@ pub enum Kernel {
     Usual,
     /// A newer one.
     New,
+    /// The oldest that is tested.
+    Old,
 }
 
 impl Kernel {
+    const ALL: [Kernel; 3] = [Kernel::Usual, Kernel::New, Kernel::Old];
+
     /// The parts with the kernel, and the part with its initramfs.
     fn parts(self) -> [&'static str; 2] {
         match self {
             Kernel::Usual => ["kernel", "initramfs"],
             Kernel::New => ["kernel-new", "initramfs-new"],
+            Kernel::Old => ["kernel-old", "initramfs-old"],
         }
     }
 }
@@ -185,6 +193,7 @@ struct Builder<'a> {
     folder: &'a Path,
     userland: OnceCell<Suite>,
     qemu: OnceCell<Suite>,
+    old: OnceCell<Suite>,
     _lock: File,
 }
 
@@ -198,7 +207,8 @@ impl<'a> Builder<'a> {
             eprintln!("guest: waiting for another build in {}", folder.display());
             lock.lock().with_context(|| format!("cannot lock {}", path.display()))?;
         }
-        Ok(Self { folder, userland: OnceCell::new(), qemu: OnceCell::new(), _lock: lock })
+        let [userland, qemu, old] = [const { OnceCell::new() }; 3];
+        Ok(Self { folder, userland, qemu, old, _lock: lock })
     }
 
     fn build(&self, rebuild: bool) -> Result<()> {
@@ -214,11 +224,12 @@ impl<'a> Builder<'a> {
         made |= self.part("bin", &parts::programs_recipe(), |new| parts::programs(self.folder, new))?;
         let recipe = controller::recipe(&self.folder_contents("userland")?);
         made |= self.part("controller", &recipe, |new| controller::build(self.userland()?, self.folder, new))?;
-        for which in [Kernel::Usual, Kernel::New] {
+        for which in Kernel::ALL {
             let [kernel, initramfs] = which.parts();
             let (suite, open) = match which {
                 Kernel::Usual => (USERLAND_SUITE, Builder::userland as fn(&Self) -> Result<&Suite>),
                 Kernel::New => (NEW_KERNEL_SUITE, Builder::qemu as fn(&Self) -> Result<&Suite>),
+                Kernel::Old => (OLD_KERNEL_SUITE, Builder::old as fn(&Self) -> Result<&Suite>),
             };
             made |= self.part(kernel, &kernel::recipe(suite), |new| kernel::build(open(self)?, self.folder, new))?;
             let mut recipe = initramfs::recipe();
@@ -277,6 +288,10 @@ impl<'a> Builder<'a> {
 
     fn qemu(&self) -> Result<&Suite> {
         self.suite(&self.qemu, QEMU_SUITE)
+    }
+
+    fn old(&self) -> Result<&Suite> {
+        self.suite(&self.old, OLD_KERNEL_SUITE)
     }
 
     fn suite<'s>(&self, cell: &'s OnceCell<Suite>, name: &'static str) -> Result<&'s Suite> {

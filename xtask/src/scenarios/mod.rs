@@ -20,6 +20,7 @@ mod nvme_ng;
 mod nvme_qemu;
 mod nvme_tcp;
 mod nvme_tls;
+mod old_kernel;
 mod pci;
 mod plug;
 mod queues;
@@ -80,6 +81,7 @@ pub fn all() -> impl Iterator<Item = &'static Scenario> {
         .chain(plug::SCENARIOS)
         .chain(numa::SCENARIOS)
         .chain(pci::SCENARIOS)
+        .chain(old_kernel::SCENARIOS)
         .chain(crash::SCENARIOS)
         .chain(takeover::SCENARIOS)
         .chain(nvme::SCENARIOS)
