@@ -411,7 +411,7 @@ impl NvmeFunction {
         // All are awaited, also after one has failed.
         let drained: Vec<_> = places.map(|place| self.drain(config, place, until)).collect();
         let flushed = match self.flush_number() {
-            Some(number) => self.end_flush(config, until).map(|is_durable| {
+            Some(number) => self.end_flush(until).map(|is_durable| {
                 let Some(is_durable) = is_durable else { return false };
                 self.requests.retain(|request| !matches!(request, ControllerRequest::Flush(of) if *of == number));
                 self.report_flush(number, is_durable);
@@ -621,21 +621,18 @@ impl NvmeFunction {
                     return Ok(None);
                 }
             }
-            // A flush needs a session: a session without commands runs for it.
-            let setup = self.setup(&config.name, 0, None);
-            config.queues[0].run(setup)?.map_err(VfioSessionError::Queue)?;
+            config.queues[0].open().map_err(VfioSessionError::Queue)?;
             self.flushing = Some((number, config.queues[0].begin_flush()?));
         }
-        Ok(self.end_flush(config, until)?)
+        Ok(self.end_flush(until)?)
     }
 
     /// Waits for the flush that runs, until then at most. Returns its result.
-    fn end_flush(&mut self, config: &VfioUserExport, until: Option<Instant>) -> Result<Option<bool>, LaneGone> {
+    fn end_flush(&mut self, until: Option<Instant>) -> Result<Option<bool>, LaneGone> {
         let Some((_, flush)) = &self.flushing else { return Ok(None) };
         let is_durable = flush.wait_until(until)?;
         if is_durable.is_some() {
             self.flushing = None;
-            config.queues[0].suspend()?.wait()?;
         }
         Ok(is_durable)
     }
@@ -655,7 +652,7 @@ impl NvmeFunction {
             let is_stopped = |created: &&CreatedQueue| matches!(created.state, QueueState::Stopped) && !waits;
             let Some(created) = self.queues[place].as_ref().filter(is_stopped) else { continue };
             let is_new = created.is_new;
-            let setup = self.setup(&config.name, place, Some(created));
+            let setup = self.setup(&config.name, place, created);
             let reply = match remote.run(setup)? {
                 Ok(()) => ControllerQueueReply::Created,
                 Err(why) if is_new => {
@@ -679,19 +676,17 @@ impl NvmeFunction {
         Ok(is_answered)
     }
 
-    /// The setup of a session for this queue, or for a flush, which needs no memory of the client.
-    fn setup(&self, export: &str, place: usize, created: Option<&CreatedQueue>) -> NvmeQueueSetup {
-        let memory = self.controller.memory();
-        let vector = created.and_then(|created| created.vector);
+    /// The setup of a session for this queue.
+    fn setup(&self, export: &str, place: usize, created: &CreatedQueue) -> NvmeQueueSetup {
+        let call = created.vector.and_then(|vector| self.vectors.get(usize::from(vector)).cloned().flatten());
         NvmeQueueSetup {
             name: format!("{export}, queue {}", place + 1),
             log: Arc::clone(&self.log),
-            slot: created.map(|created| Arc::clone(&created.slot)),
-            orders: created.map(|created| Arc::clone(&created.orders)).unwrap_or_default(),
-            memory: if created.is_some() { memory.clone() } else { memory.without_host() },
-            kick: created.and_then(|created| self.kick_of(place, created)),
-            call: vector.and_then(|vector| self.vectors.get(usize::from(vector)).cloned().flatten()),
-            is_call_new: created.is_some_and(|created| created.is_call_new),
+            slot: Arc::clone(&created.slot),
+            orders: Arc::clone(&created.orders),
+            kick: self.kick_of(place, created),
+            call,
+            is_call_new: created.is_call_new,
             replies: Arc::clone(&self.replies),
         }
     }

@@ -106,11 +106,8 @@ pub struct NvmeQueueSetup {
     /// For messages: the queue's number in its export.
     pub(crate) name: String,
     pub(crate) log: Arc<ExportLog>,
-    /// Unset for a session without commands, which only flushes earlier writes.
-    pub(crate) slot: Option<QueueSlot>,
+    pub(crate) slot: QueueSlot,
     pub(crate) orders: Arc<QueueOrders>,
-    /// Memory of a session without commands, and at first of any other.
-    pub(crate) memory: ControllerMemory,
     pub(crate) kick: Option<Arc<EventFd>>,
     /// Interrupt of the queue's vector.
     pub(crate) call: Option<Arc<EventFd>>,
@@ -124,8 +121,8 @@ pub struct NvmeQueueSession {
     name: String,
     log: Arc<ExportLog>,
     /// Slot to return the queue to when it stops.
-    slot: Option<QueueSlot>,
-    queue: Option<Box<ControllerIoQueue>>,
+    slot: QueueSlot,
+    queue: Box<ControllerIoQueue>,
     orders: Arc<QueueOrders>,
     memory: ControllerMemory,
     kick: Option<Arc<EventFd>>,
@@ -147,10 +144,9 @@ impl QueueSession for NvmeQueueSession {
     const SEGMENTS: usize = TRANSFER_BYTES as usize / 4096 + 1;
 
     fn start(setup: NvmeQueueSetup) -> Result<NvmeQueueSession, String> {
-        let NvmeQueueSetup { name, log, slot, orders, memory, kick, call, is_call_new, replies } = setup;
-        let take = |slot: &QueueSlot| slot.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let queue = slot.as_ref().map(|slot| take(slot).ok_or("the queue is not there")).transpose()?;
-        let memory = queue.as_ref().map_or(memory, |queue| queue.memory().clone());
+        let NvmeQueueSetup { name, log, slot, orders, kick, call, is_call_new, replies } = setup;
+        let queue = slot.lock().unwrap_or_else(PoisonError::into_inner).take().ok_or("the queue is not there")?;
+        let memory = queue.memory().clone();
         let is_broken = false;
         Ok(NvmeQueueSession { name, log, slot, queue, orders, memory, kick, call, is_call_new, replies, is_broken })
     }
@@ -224,11 +220,10 @@ impl QueueSession for NvmeQueueSession {
 
     #[inline]
     fn fetch<D>(&mut self, feed: &mut BioFeed<'_, D, Self>, most: usize, _device_idle: bool) -> bool {
-        let Some(queue) = &mut self.queue else { return false };
         let mut is_fetched = false;
         for _ in 0..most {
             let Some(mut bio) = feed.take() else { break };
-            match queue.fetch(&mut bio) {
+            match self.queue.fetch(&mut bio) {
                 NextBio::Bio(token) => feed.submit(bio, token),
                 // Refused, or completed without a device request.
                 NextBio::Without => feed.put_back(bio),
@@ -244,7 +239,7 @@ impl QueueSession for NvmeQueueSession {
 
     #[cold]
     fn notified<D>(&mut self, feed: &mut BioFeed<'_, D, Self>) {
-        let Some(queue) = &mut self.queue else { return };
+        let queue = &mut self.queue;
         for command in self.orders.take() {
             match command {
                 ControllerQueueCommand::Abort { sqid, cid } => {
@@ -258,13 +253,12 @@ impl QueueSession for NvmeQueueSession {
 
     #[inline]
     fn end(&mut self, bio: &Bio, token: u16) {
-        let Some(queue) = &mut self.queue else { unreachable!("without a queue there are no commands") };
-        queue.end(token, bio.status);
+        self.queue.end(token, bio.status);
     }
 
     #[inline]
     fn publish<Cx: ?Sized + SignalEventfd>(&mut self, signals: &mut QueueSignals<'_, Cx>) {
-        if self.queue.as_mut().is_some_and(|queue| queue.publish().is_some()) {
+        if self.queue.publish().is_some() {
             self.call(signals);
         }
     }
@@ -280,7 +274,7 @@ impl QueueSession for NvmeQueueSession {
     }
 
     fn arm(&mut self) -> bool {
-        let is_ready = self.queue.as_mut().is_some_and(|queue| queue.arm());
+        let is_ready = self.queue.arm();
         self.tell();
         is_ready
     }
@@ -291,17 +285,14 @@ impl QueueSession for NvmeQueueSession {
     fn rest<Cx: ?Sized + SignalEventfd>(mut self, _signals: &mut QueueSignals<'_, Cx>) {
         // While the queue is stopped, the host writes doorbell registers, as for a sleeping queue.
         self.arm();
-        if let Some(slot) = &self.slot {
-            *slot.lock().unwrap_or_else(PoisonError::into_inner) = self.queue.take();
-        }
+        *self.slot.lock().unwrap_or_else(PoisonError::into_inner) = Some(self.queue);
     }
 
     fn view(&self) -> RingView {
-        let queue = self.queue.as_ref();
         RingView {
-            size: queue.map_or(0, |queue| queue.entries()),
+            size: self.queue.entries(),
             next: 0,
-            in_flight: queue.map_or(0, |queue| queue.in_flight() as u16),
+            in_flight: self.queue.in_flight() as u16,
             is_recorded: false,
             is_broken: self.is_broken,
         }
@@ -319,9 +310,8 @@ impl NvmeQueueSession {
     /// Passes replies and failures to the admin side.
     #[inline]
     fn tell(&mut self) {
-        let Some(queue) = &mut self.queue else { return };
-        while let Some(reply) = queue.take_reply() {
-            self.replies.push(queue.cqid(), reply);
+        while let Some(reply) = self.queue.take_reply() {
+            self.replies.push(self.queue.cqid(), reply);
         }
     }
 

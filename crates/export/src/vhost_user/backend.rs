@@ -220,11 +220,13 @@ impl Backend {
     }
 
     /// Makes durable what was fetched before: a driver in write-through mode sends no more flushes. Each ring flushes
-    /// what it had in flight.
+    /// what it had in flight, and the first one, running or not, what has completed.
     fn flush(&self) -> Result<()> {
-        let running = self.vrings.iter().zip(&self.config.queues).filter(|(vring, _)| vring.running);
-        let flushes = running.map(|(_, queue)| queue.begin_flush()).collect::<std::result::Result<Vec<_>, _>>();
-        let results = flushes.and_then(|flushes| flushes.into_iter().map(PendingFlush::wait).collect());
+        self.config.queues[0].open().map_err(|why| self.refuse("write-through mode", why))?;
+        let running = (0..self.vrings.len()).filter(|index| *index == 0 || self.vrings[*index].running);
+        let flushes = running.map(|index| self.config.queues[index].begin_flush());
+        let results = flushes.collect::<std::result::Result<Vec<_>, _>>();
+        let results = results.and_then(|flushes| flushes.into_iter().map(PendingFlush::wait).collect());
         let results: Vec<bool> = results.map_err(|_| Error::BackendInternalError)?;
         if results.into_iter().all(|is_durable| is_durable) {
             Ok(())

@@ -70,6 +70,27 @@ fn the_cache_mode_decides_whether_writes_are_durable_at_once() {
 }
 
 #[test]
+fn writes_of_stopped_queues_are_flushed_when_the_cache_becomes_write_through() {
+    let gate = Gate::open();
+    let world = World::gated(&gate);
+    let (mut front, mut vq) = one_queue(&world.exports[0]);
+    assert_eq!(vq.write(8, &[1; 512]), 0);
+    front.get_vring_base(0).unwrap();
+    gate.forget();
+    front.set_wce(false);
+    assert!(matches!(gate.seen()[..], [.., Seen::Ended(Op::Flush, _)]), "{:?}", gate.seen());
+    // Nor does the change wait for a ring that never ran.
+    front.leave(&world.exports[0]);
+    let mut front = Front::connect(&world.exports[0]);
+    front.set_wce(true);
+    gate.forget();
+    front.set_wce(false);
+    assert!(matches!(gate.seen()[..], [.., Seen::Ended(Op::Flush, _)]), "{:?}", gate.seen());
+    drop(front);
+    world.stop();
+}
+
+#[test]
 fn writes_in_flight_are_flushed_when_the_cache_becomes_write_through() {
     let gate = Gate::open();
     let world = World::gated(&gate);

@@ -61,15 +61,6 @@ impl ControllerMemory {
         ControllerMemory { map: Arc::new(map), bounce, version: self.version + 1, ..*self }
     }
 
-    /// The same without the memory of the host.
-    #[must_use]
-    pub fn without_host(&self) -> ControllerMemory {
-        let mut slots = vec![None; self.bounce as usize];
-        slots.push(self.table().region(self.bounce).cloned());
-        let map = DmaMap::new(Arc::new(RegionTable::of_slots(slots)), Vec::new());
-        ControllerMemory { map: Arc::new(map.unwrap_or_default()), ..self.clone() }
-    }
-
     /// Number of changes before it. A newer one has the regions of all bios in flight.
     pub fn version(&self) -> u64 {
         self.version

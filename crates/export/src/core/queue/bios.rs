@@ -223,14 +223,6 @@ impl Flushing {
         }
     }
 
-    /// Answers all pending flush requests of a queue without a session.
-    #[inline]
-    pub(super) fn answer(&mut self, is_durable: bool) {
-        for answer in self.asked.drain(..) {
-            let _ = answer.send(is_durable);
-        }
-    }
-
     /// Whether no flush is requested or in flight.
     #[inline]
     pub(super) fn is_at_hand(&self) -> bool {

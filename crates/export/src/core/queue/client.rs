@@ -194,7 +194,7 @@ impl<S: QueueSession> ClientQueue<S> {
     }
 
     pub(super) fn is_over(&self) -> bool {
-        self.retiring && self.session.is_none()
+        self.retiring && self.session.is_none() && self.is_drained()
     }
 
     /// Executes commands of the control path, except those for its hardware queue. `shares` says whether other members
@@ -217,7 +217,13 @@ impl<S: QueueSession> ClientQueue<S> {
                 let _ = answer.send(started);
             }
             ClientCommand::Suspend(answer) => self.suspending.push(answer),
-            ClientCommand::Flush(answer) => self.flushing.ask(&mut self.bios, answer),
+            ClientCommand::Flush(answer) => {
+                if !shares && self.session.is_none() && hw.is_idle() {
+                    // Drivers of remote disks accept no request before they have had memory, even if it is empty.
+                    hw.clear_memory(cx);
+                }
+                self.flushing.ask(&mut self.bios, answer);
+            }
             ClientCommand::Call(call, answer) => {
                 if let Some(session) = &mut self.session {
                     session.set_call(call, &mut QueueSignals { cx, slot: &mut self.signal });
@@ -385,8 +391,12 @@ impl<S: QueueSession> ClientQueue<S> {
         for answer in self.suspending.drain(..) {
             let _ = answer.send(None);
         }
-        // No writes were possible without memory.
-        self.flushing.answer(true);
+    }
+
+    /// Whether a flush of the control path is requested or in flight. It needs no session.
+    #[inline]
+    pub(super) fn is_flushing(&self) -> bool {
+        !self.flushing.is_at_hand()
     }
 
     /// Starts a round; bios complete next.
@@ -424,7 +434,10 @@ impl<S: QueueSession> ClientQueue<S> {
         mut busy: bool,
     ) -> bool {
         let stopping = self.is_stopping();
-        let Some(session) = &mut self.session else { return busy };
+        let Some(session) = &mut self.session else {
+            self.flushing.submit(hw);
+            return busy;
+        };
         // First, for the client may be asleep: while it wakes up, the lane fetches, and then executes.
         if busy {
             session.publish(&mut QueueSignals { cx, slot: &mut self.signal });

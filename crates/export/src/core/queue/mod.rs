@@ -201,11 +201,10 @@ fn round<Cx: ?Sized + SignalEventfd, D: Driver<Cx>, S: QueueSession>(
     let (mut stopping, mut running) = (false, false);
     for member in members.iter_mut() {
         stopping |= member.is_draining();
-        if member.session.is_some() {
-            running = true;
-        } else {
+        if member.session.is_none() {
             member.answer_at_rest();
         }
+        running |= member.session.is_some() || member.is_flushing();
     }
     if stopping != hw.is_in_hurry() {
         hw.set_hurry(stopping);
