@@ -307,7 +307,9 @@ impl QueueSession for VirtqueueSession {
                     }
                     feed.put_back(bio);
                     if matches!(reason, Refusal::Chain(_)) {
-                        // It may have had thousands of descriptors: others on the lane get their turn.
+                        // It may have had thousands of descriptors, as may those of the guest's other queues: others on
+                        // the lane get their turn.
+                        feed.end_round();
                         break;
                     }
                 }

@@ -2,19 +2,22 @@
 
 use std::sync::Arc;
 
-use blkyard_export::{BackendConfig, BoundSocket, SEG_MAX, SocketConfig, VhostUserServer, VirtqueuePoller, queue_pair};
+use blkyard_export::{
+    BackendConfig, BoundSocket, DetachedVirtqueue, QueueShare, SEG_MAX, SocketConfig, VhostUserServer, VirtqueuePoller,
+    queue_pair,
+};
 use blkyard_mq::{
     BlockDevice, DeviceInfo, HwQueue, HwQueueConfig, NullConfig, Poller, PollerState, RamDevice, RamQueue,
     SignalEventfd,
 };
 use blkyard_virtio::{BlkConfig, Refusals, SerialId};
 
-use super::{Data, Front, Ram, Vq, disk_info};
+use super::{Data, Front, PATIENCE, Ram, Vq, disk_info};
 
 /// A queue to be run by hand.
 pub struct Hand {
     queue: VirtqueuePoller<RamQueue>,
-    refusals: Arc<Refusals>,
+    refusals: Vec<Arc<Refusals>>,
     server: VhostUserServer,
     now_ns: u64,
     folder: tempfile::TempDir,
@@ -33,15 +36,31 @@ impl Hand {
 
     /// The same with a disk that is like this.
     pub fn serving(info: &DeviceInfo, latency_ns: u64, config: HwQueueConfig) -> Hand {
+        Hand::with_queues(info, latency_ns, config, 1)
+    }
+
+    /// The same with so many queues, which share a hardware queue.
+    pub fn with_queues(info: &DeviceInfo, latency_ns: u64, config: HwQueueConfig, queues: usize) -> Hand {
         let folder = tempfile::tempdir().unwrap();
         let device = RamDevice::new(info.clone(), NullConfig { latency_ns, bytes_per_s: 0 }).unwrap();
-        let (remote, port) = queue_pair();
+        let (remotes, ports): (Vec<_>, Vec<_>) = (0..queues).map(|_| queue_pair()).unzip();
         let hw = HwQueue::new(device.queue(config.depth), Arc::new(info.clone()), config);
-        let queue = VirtqueuePoller::new(hw, SerialId::new("by hand").unwrap(), port);
-        let refusals = Arc::clone(remote.watch().refusals().unwrap());
+        let share = QueueShare { bios: config.bios_max / queues, depth: config.depth, devices: 1 };
+        let virtqueue = |port| DetachedVirtqueue::new(SerialId::new("by hand").unwrap(), port, share).unwrap();
+        let mut virtqueues = ports.into_iter().map(virtqueue);
+        let mut queue = VirtqueuePoller::of_detached(hw, virtqueues.next().unwrap());
+        for other in virtqueues {
+            let mover = remotes[0].mover();
+            let adopt = std::thread::spawn(move || mover.adopt(other, PATIENCE).unwrap());
+            while !adopt.is_finished() {
+                queue.run_once(&mut (), 0);
+            }
+            adopt.join().unwrap();
+        }
+        let refusals = remotes.iter().map(|remote| Arc::clone(remote.watch().refusals().unwrap())).collect();
         let socket = SocketConfig { path: folder.path().join("disk.sock"), mode: None, group: None };
-        let disk = BlkConfig::new(info, 1, SEG_MAX, true);
-        let config = BackendConfig { name: "disk".into(), disk, queues: vec![remote], domains: Vec::new() };
+        let disk = BlkConfig::new(info, queues as u16, SEG_MAX, true);
+        let config = BackendConfig { name: "disk".into(), disk, queues: remotes, domains: Vec::new() };
         let server = VhostUserServer::start(BoundSocket::bind(&socket).unwrap(), config).unwrap();
         Hand { queue, refusals, server, now_ns: 0, folder }
     }
@@ -66,7 +85,7 @@ impl Hand {
 
     /// Requests refused so far.
     pub fn refused(&self) -> u64 {
-        self.refusals.total()
+        self.refusals.iter().map(|refusals| refusals.total()).sum()
     }
 
     /// A front-end with the queue running.
@@ -76,15 +95,21 @@ impl Hand {
 
     /// The same with so many bytes of memory.
     pub fn connect_with(&mut self, memory_bytes: u64) -> (Front, Vq) {
-        let path = self.folder.path().join("disk.sock");
+        let (front, mut vqs) = self.connect_all(memory_bytes);
+        (front, vqs.remove(0))
+    }
+
+    /// A front-end with all queues running, and so many bytes of memory.
+    pub fn connect_all(&mut self, memory_bytes: u64) -> (Front, Vec<Vq>) {
+        let (path, queues) = (self.folder.path().join("disk.sock"), self.refusals.len() as u64);
         let begin = std::thread::spawn(move || {
             let ram = Ram::new(memory_bytes);
             let mut front = Front::dial(&path);
             front.negotiate(super::PLAIN);
             front.share(&[&ram]).unwrap();
-            let vq = Vq::new(&ram, 0);
-            front.start(0, &vq);
-            (front, vq)
+            let vqs: Vec<_> = (0..queues).map(|index| Vq::new(&ram, index)).collect();
+            vqs.iter().enumerate().for_each(|(index, vq)| front.start(index, vq));
+            (front, vqs)
         });
         while !begin.is_finished() {
             self.turn();

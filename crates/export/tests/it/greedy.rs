@@ -1,5 +1,7 @@
 //! A guest that asks for as much as it may, and its neighbour on the same lane: turn by turn, without a clock.
 
+use std::sync::Arc;
+
 use blkyard_mq::{DeviceInfo, HwQueueConfig};
 use blkyard_virtio::INDIRECT_BYTES_MAX;
 use blkyard_virtio::driver_model::Descriptor;
@@ -65,32 +67,45 @@ fn a_neighbour_gets_its_turns_while_gigabytes_are_cleared() {
 
 #[test]
 fn a_turn_walks_one_chain_of_too_many_descriptors() {
+    assert_walks_one_chain_a_turn(1);
+}
+
+#[test]
+fn a_turn_walks_one_such_chain_of_all_queues_of_a_guest() {
+    assert_walks_one_chain_a_turn(2);
+}
+
+fn assert_walks_one_chain_a_turn(queues: usize) {
     const TABLE: u64 = 2 << 20;
     // While the device has a request, nothing else bounds the chains of a turn.
-    let mut hand = Hand::new(1_000_000_000);
-    let (front, mut vq) = hand.connect_with(4 << 20);
-    vq.put(0, kind::IN, 0, Data::In(512));
-    vq.publish();
+    let mut hand = Hand::with_queues(&disk_info(), 1_000_000_000, HwQueueConfig::default(), queues);
+    let (front, mut vqs) = hand.connect_all(4 << 20);
+    vqs[0].put(0, kind::IN, 0, Data::In(512));
+    vqs[0].publish();
     hand.turn();
     let rows = INDIRECT_BYTES_MAX / 16;
-    let data = vq.ram.guest_addr + (3 << 20);
+    let (ram, size) = (Arc::clone(&vqs[0].ram), vqs[0].size);
     for row in 1..=rows {
         let flags = if row < rows { Descriptor::NEXT } else { 0 };
-        let descriptor = Descriptor { addr: data, len: 512, flags, next: row as u16 };
-        vq.ram.write(TABLE + u64::from(row - 1) * 16, &descriptor.to_bytes());
+        let descriptor = Descriptor { addr: ram.guest_addr + (3 << 20), len: 512, flags, next: row as u16 };
+        ram.write(TABLE + u64::from(row - 1) * 16, &descriptor.to_bytes());
     }
-    let chains = 3..vq.size;
-    for head in chains.clone() {
-        let addr = vq.ram.guest_addr + TABLE;
-        vq.descriptor(head, Descriptor { addr, len: INDIRECT_BYTES_MAX, flags: Descriptor::INDIRECT, next: 0 });
-        vq.offer(head);
+    let heads = 3..size;
+    for vq in &mut vqs {
+        for head in heads.clone() {
+            let addr = ram.guest_addr + TABLE;
+            vq.descriptor(head, Descriptor { addr, len: INDIRECT_BYTES_MAX, flags: Descriptor::INDIRECT, next: 0 });
+            vq.offer(head);
+        }
+        vq.publish();
     }
-    vq.publish();
-    for refused in 1..=chains.len() as u64 {
+    for refused in 1..=(queues * heads.len()) as u64 {
         hand.turn();
         assert_eq!(hand.refused(), refused, "a neighbour waits for more than one walk");
     }
-    assert_eq!(std::iter::from_fn(|| vq.poll()).count(), chains.len());
+    for vq in &mut vqs {
+        assert_eq!(std::iter::from_fn(|| vq.poll()).count(), heads.len());
+    }
     drop(front);
     hand.stop();
 }

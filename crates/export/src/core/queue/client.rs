@@ -449,6 +449,7 @@ impl<S: QueueSession> ClientQueue<S> {
                 _ if self.held_until_ns.is_some() => 0,
                 (true, _) => session.left().min(session.round_max()),
                 (false, true) => 0,
+                (false, false) if hw.is_round_spent() => 0,
                 (false, false) => session.round_max(),
             };
             // The control path's flush takes a slot, too, so free bios may exceed the available slots.

@@ -30,6 +30,8 @@ pub struct HwQueueSet<D> {
     events: Option<DeviceEvents>,
     /// Version of the memory: [`QueueSession::memory_version`].
     memory_version: u64,
+    /// Whether no client queue fetches any more in this round.
+    is_round_spent: bool,
 }
 
 /// Where a device has its bios.
@@ -43,7 +45,7 @@ struct DevicePlace {
 impl<D> From<HwQueue<D>> for HwQueueSet<D> {
     fn from(hw: HwQueue<D>) -> HwQueueSet<D> {
         let places = (0..hw.infos().count() as u16).map(|namespace| DevicePlace { queue: 0, namespace }).collect();
-        HwQueueSet { queues: vec![hw], places, events: None, memory_version: 0 }
+        HwQueueSet { queues: vec![hw], places, events: None, memory_version: 0, is_round_spent: false }
     }
 }
 
@@ -93,7 +95,7 @@ impl<D> HwQueueSet<D> {
         let queues: Vec<_> = queues.into_iter().map(|(hw, _)| hw).collect();
         let eventfds: Vec<_> = queues.iter().filter_map(HwQueue::eventfd).collect();
         let events = if queues.len() == 1 || eventfds.is_empty() { None } else { Some(DeviceEvents::new(&eventfds)?) };
-        Ok(HwQueueSet { queues, places, events, memory_version: 0 })
+        Ok(HwQueueSet { queues, places, events, memory_version: 0, is_round_spent: false })
     }
 
     /// Number of devices.
@@ -182,6 +184,16 @@ impl<D> HwQueueSet<D> {
     /// Maximum requests in flight, of the hardware queue with most.
     pub(super) fn depth(&self) -> usize {
         self.queues.iter().map(HwQueue::depth).max().unwrap_or(1)
+    }
+
+    pub(super) fn set_round_spent(&mut self, is_spent: bool) {
+        self.is_round_spent = is_spent;
+    }
+
+    /// Whether a request has used up the fetches of this round.
+    #[inline(always)]
+    pub(super) fn is_round_spent(&self) -> bool {
+        self.is_round_spent
     }
 
     /// Number of bios that each hardware queue accepts.

@@ -217,6 +217,7 @@ fn round<Cx: ?Sized + SignalEventfd, D: Driver<Cx>, S: QueueSession>(
         return PollerState::Idle;
     }
     let mut busy = false;
+    hw.set_round_spent(false);
     // An idle queue is polled for messages and connections of its driver only (`Driver::wants_poll`).
     if !hw.is_idle() || hw.wants_poll::<Cx>() {
         members.iter_mut().for_each(ClientQueue::resume);

@@ -146,6 +146,13 @@ impl<D, S: QueueSession> BioFeed<'_, D, S> {
         self.bios.put_back(bio);
     }
 
+    /// Has no client queue of the export on this lane fetch any more in this round: a request has taken long to read.
+    /// The calling session stops by itself.
+    #[cold]
+    pub fn end_round(&mut self) {
+        self.hw.set_round_spent(true);
+    }
+
     /// Submits a bio to the device that its namespace names; `pending` is returned at its [end](QueueSession::end). Its
     /// cookie, submitter and stream belong to the core.
     #[inline(always)]
