@@ -31,6 +31,10 @@ const ROUND_MAX: usize = 256;
 /// without transferring data, and logging that takes a millisecond.
 const NOTED_ROUND_MAX: usize = 16;
 
+/// Bytes of a read after which nothing more is fetched in a round while writes are logged. A read that fails at once,
+/// for instance beyond the end of the disk, is logged as a whole.
+const NOTED_READ_MAX: u64 = 4 << 20;
+
 /// Setup of a virtqueue session.
 pub struct VirtqueueSetup {
     /// For messages: the queue's number in its export.
@@ -286,6 +290,11 @@ impl QueueSession for VirtqueueSession {
                 Parsed::Io { status_at } => {
                     let room_bytes = self.chain.writable_bytes() - 1;
                     feed.submit(bio, PendingChain { head, status_at, room_bytes });
+                    if room_bytes > NOTED_READ_MAX && self.notes.is_some() {
+                        // All queues of the guest may have such reads: others on the lane get their turn.
+                        feed.end_round();
+                        break;
+                    }
                 }
                 Parsed::GetId { status_at } => {
                     let id_bytes = feed.identity.write(&self.memory, self.chain.writable());

@@ -6,12 +6,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use blkyard_mem::{Region, View};
+use blkyard_mq::HwQueueConfig;
+use blkyard_virtio::driver_model::Descriptor;
 use blkyard_virtio::{Features, LOG_PAGE_BYTES};
 use rustix::fs::MemfdFlags;
 
 use crate::common::{
-    AnyDevice, Data, Ends, Front, Hand, LINE_BYTES, Line, PAGE, PATIENCE, PLAIN, Ram, Request, World, addresses, event,
-    kind, kinds, readable, rung, words64,
+    AnyDevice, Data, Ends, Front, Hand, LINE_BYTES, Line, PAGE, PATIENCE, PLAIN, Ram, Request, World, addresses,
+    disk_info, event, kind, kinds, readable, rung, words64,
 };
 
 const LOG_ALL: u64 = 1 << 26;
@@ -201,17 +203,9 @@ fn one_round_answers_sixteen_requests_and_no_more_while_what_it_writes_is_noted(
         let mut hand = Hand::new(0);
         let (front, mut vq) = hand.connect();
         let log = Log::new(vq.ram.guest_addr + vq.ram.len);
-        std::thread::scope(|scope| {
-            let begin = scope.spawn(|| {
-                if logged {
-                    assert!(log.set_base(&front));
-                    set_logging(&front, true);
-                }
-            });
-            while !begin.is_finished() {
-                hand.turn();
-            }
-        });
+        if logged {
+            begin_log(&mut hand, &front, &log);
+        }
         hand.learn_that_it_takes_turns(&mut vq);
         // Unknown requests, which complete at once: each is there four times.
         let heads: Vec<_> = (0..16).map(|slot| vq.build(slot, 77, 0, Data::None, &vq.ram)).collect();
@@ -226,6 +220,46 @@ fn one_round_answers_sixteen_requests_and_no_more_while_what_it_writes_is_noted(
         hand.stop();
         drop(front);
     }
+}
+
+#[test]
+fn a_round_takes_one_large_read_of_all_queues_while_it_is_logged() {
+    let mut hand = Hand::with_queues(&disk_info(), 0, HwQueueConfig::default(), 2);
+    let (front, mut vqs) = hand.connect_all(32 << 20);
+    let ram = Arc::clone(&vqs[0].ram);
+    let log = Log::new(ram.guest_addr + ram.len);
+    begin_log(&mut hand, &front, &log);
+    for vq in &mut vqs {
+        for slot in 0..8 {
+            // Beyond the end of the disk.
+            vq.put(slot, kind::IN, 1 << 40, Data::In(512));
+            let (flags, next) = (Descriptor::NEXT | Descriptor::WRITE, 3 * slot + 2);
+            let data = Descriptor { addr: ram.guest_addr + (16 << 20), len: 8 << 20, flags, next };
+            vq.descriptor(3 * slot + 1, data);
+        }
+        vq.publish_silently();
+    }
+    let ended = [(); 40].map(|()| {
+        hand.turn();
+        vqs.iter_mut().map(|vq| std::iter::from_fn(|| vq.poll()).count()).sum::<usize>()
+    });
+    assert!(ended.iter().all(|ended| *ended <= 1), "a neighbour waits for the log of several: {ended:?}");
+    assert_eq!(ended.iter().sum::<usize>(), 16);
+    hand.stop();
+    drop(front);
+}
+
+/// Begins the logging of everything but rings.
+fn begin_log(hand: &mut Hand, front: &Front, log: &Log) {
+    std::thread::scope(|scope| {
+        let begin = scope.spawn(|| {
+            assert!(log.set_base(front));
+            set_logging(front, true);
+        });
+        while !begin.is_finished() {
+            hand.turn();
+        }
+    });
 }
 
 #[test]
