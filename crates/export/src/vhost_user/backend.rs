@@ -31,7 +31,7 @@ use crate::vhost_user::advice;
 use crate::vhost_user::channel::BackendChannel;
 use crate::vhost_user::handover::SessionState;
 use crate::vhost_user::inflight::{self, Records};
-use crate::vhost_user::memory::{Announced, Memory, SLOTS_MAX};
+use crate::vhost_user::memory::{Announced, Memory, SLOTS_MAX, check_bytes};
 use crate::vhost_user::view::{SessionView, VringView};
 use crate::vhost_user::wire::Message;
 use crate::vhost_user::{BackendConfig, VirtqueueRemote};
@@ -212,6 +212,11 @@ impl Backend {
         let wce = self.config.disk.wce();
         let write_back = if self.features.contains(Features::CONFIG_WCE) { wce } else { flush };
         self.write_back.store(write_back, Ordering::Release);
+    }
+
+    /// Bytes of the memory with the in-flight records.
+    fn record_bytes(&self) -> u64 {
+        self.records.as_ref().map_or(0, Records::bytes)
     }
 
     /// Notes the cache mode for the next daemon, if the front-end keeps memory for that.
@@ -473,6 +478,8 @@ impl VhostUserBackendReqHandlerMut for Backend {
 
     fn set_inflight_fd(&mut self, kept: &VhostUserInflight, file: File) -> Result<()> {
         let VhostUserInflight { mmap_size, mmap_offset, num_queues, queue_size } = *kept;
+        check_bytes(&[self.memory.extent().1, self.log_bytes(), mmap_size])
+            .map_err(|error| self.refuse("the in-flight memory", error))?;
         let records = Records::map(self.features, &file, mmap_offset, mmap_size, num_queues, queue_size)
             .map_err(|error| self.refuse("the in-flight memory", error))?;
         let running = self.suspend_all()?;

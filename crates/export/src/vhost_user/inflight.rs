@@ -85,6 +85,11 @@ impl Records {
         }
     }
 
+    /// Length of the memory, bytes.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.region.len() as u64
+    }
+
     /// The front-end's description of it, and a duplicate of its file.
     ///
     /// # Errors

@@ -41,12 +41,18 @@ pub(crate) enum MemoryError {
     Map { guest_addr: u64, source: MapError },
     #[error("more than {SLOTS_MAX} memory regions; share fewer, larger ones")]
     TooMany,
-    #[error("more than {EXPORT_BYTES_MAX} bytes of memory regions; share less memory")]
+    #[error("more than {EXPORT_BYTES_MAX} bytes of memory regions, dirty log and in-flight memory; share less memory")]
     TooLong,
     #[error("no memory region at {0:#x} to remove")]
     Unknown(u64),
     #[error("guest memory: {0}")]
     Overlap(String),
+}
+
+/// Checks that mappings of these lengths take no more addresses than an export has.
+pub(crate) fn check_bytes(lengths: &[u64]) -> Result<(), MemoryError> {
+    let bytes = lengths.iter().try_fold(0_u64, |bytes, len| bytes.checked_add(*len));
+    if bytes.is_some_and(|bytes| bytes <= EXPORT_BYTES_MAX) { Ok(()) } else { Err(MemoryError::TooLong) }
 }
 
 /// The current regions.
@@ -117,10 +123,7 @@ impl Memory {
         if self.slots.len() == SLOTS_MAX {
             return Err(MemoryError::TooMany);
         }
-        let (_, bytes) = self.extent();
-        if bytes.checked_add(announced.len).is_none_or(|bytes| bytes > EXPORT_BYTES_MAX) {
-            return Err(MemoryError::TooLong);
-        }
+        check_bytes(&[self.extent().1, announced.len])?;
         let region = Region::map_file(file.as_fd(), announced.file_offset, announced.len)
             .map_err(|source| MemoryError::Map { guest_addr: announced.guest_addr, source })?;
         let mut slots = self.slots.clone();

@@ -3,6 +3,7 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
+use blkyard_mem::EXPORT_BYTES_MAX;
 use proptest::prelude::*;
 
 use crate::common::{
@@ -89,6 +90,32 @@ fn memory_that_cannot_be_is_refused() {
         });
         assert!(!added, "{what}, added");
         siege.ended(&raw, what);
+    }
+    siege.lift();
+}
+
+#[test]
+fn memory_log_and_record_take_no_more_addresses_than_an_export_has() {
+    type Share<'a> = &'a dyn Fn(&Raw, u64) -> bool;
+    let mut siege = Siege::begin();
+    // A file without memory.
+    let file = rustix::fs::memfd_create("guest", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&file, EXPORT_BYTES_MAX).unwrap();
+    let fd = [file.as_fd()];
+    let (half, page) = (EXPORT_BYTES_MAX / 2, 4096);
+    let memory = |raw: &Raw, bytes| raw.accepts(Request::SetMemTable, &table(&[[0, bytes, 1 << 46, 0]], 1), &fd);
+    let log = |raw: &Raw, bytes| raw.ask(Request::SetLogBase, &words64(&[bytes, 0]), &fd).is_some();
+    // One queue of 64 entries.
+    let record = |raw: &Raw, bytes| raw.accepts(Request::SetInflightFd, &words64(&[bytes, 0, 1 | 64 << 16]), &fd);
+    let kinds: [(&str, Share<'_>); 3] = [("memory", &memory), ("log", &log), ("record", &record)];
+    for (at, (name, last)) in kinds.iter().enumerate() {
+        let raw = siege.attacker();
+        for (other, share) in kinds.iter().enumerate().filter(|(other, _)| *other != at) {
+            // Replaced by as much.
+            assert!(share.1(&raw, half) && share.1(&raw, half), "{other} before the {name}");
+        }
+        assert!(!last(&raw, page), "{name}");
+        siege.ended(&raw, name);
     }
     siege.lift();
 }

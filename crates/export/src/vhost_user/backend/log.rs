@@ -13,15 +13,23 @@ use vhost::vhost_user::{Error, Result};
 
 use super::Backend;
 use super::rings::Vring;
+use crate::vhost_user::memory::check_bytes;
 use crate::vhost_user::notes::Notes;
 use crate::vhost_user::wire::Message;
 
 impl Backend {
     /// Sets the log of written pages.
     pub(super) fn keep_log(&mut self, log: &VhostUserLog, file: &File) -> Result<()> {
+        check_bytes(&[self.memory.extent().1, self.record_bytes(), log.mmap_size])
+            .map_err(|error| self.refuse("the dirty log", error))?;
         let region = Region::map_file(file.as_fd(), log.mmap_offset, log.mmap_size);
         let log = region.map(DirtyLog::new).map_err(|error| self.refuse("the dirty log", error))?;
         self.change_log(|ours| ours.log = log.map(Arc::new))
+    }
+
+    /// Bytes of the log.
+    pub(super) fn log_bytes(&self) -> u64 {
+        self.log.as_ref().map_or(0, |log| log.region().len() as u64)
     }
 
     /// Handles the message with the log's eventfd. Returns the requested reply, and whether the session can continue.

@@ -18,7 +18,7 @@ use vhost::vhost_user::{Error, Result};
 use super::{Backend, QUEUE_SIZE_MAX};
 use crate::core::{LaneGone, Suspension};
 use crate::vhost_user::advice;
-use crate::vhost_user::memory::{Memory, MemoryError};
+use crate::vhost_user::memory::{Memory, MemoryError, check_bytes};
 use crate::vhost_user::virtqueue::{DiskView, VirtqueueSetup};
 
 /// Notification mode of a ring.
@@ -162,7 +162,11 @@ impl Backend {
         &mut self,
         change: impl FnOnce(&Memory) -> std::result::Result<Memory, MemoryError>,
     ) -> Result<()> {
-        let memory = change(&self.memory).and_then(|memory| memory.snapshot().map(|_| memory));
+        let others = [self.log_bytes(), self.record_bytes()];
+        let memory = change(&self.memory).and_then(|memory| {
+            check_bytes(&[memory.extent().1, others[0], others[1]])?;
+            memory.snapshot().map(|_| memory)
+        });
         let memory = memory.map_err(|error| self.refuse("the memory", error))?;
         let running = self.suspend_all()?;
         self.mappings.iter_mut().for_each(|mapping| mapping.replace(memory.regions()));
