@@ -78,6 +78,20 @@ impl AuthHost {
         self.secrets.controller.is_some()
     }
 
+    /// What follows an accepted Connect: the first message if the controller asks for an authentication, `None` if the
+    /// queue may be used as it is.
+    ///
+    /// # Errors
+    /// It may not: one side has no secret for the other.
+    pub fn after_connect(auth: Option<&AuthHost>, is_asked: bool) -> Result<Option<Vec<u8>>, AuthError> {
+        match auth {
+            None if is_asked => Err(AuthError::NoSecret),
+            Some(auth) if is_asked => Ok(Some(auth.begin())),
+            Some(auth) if auth.is_mutual() => Err(AuthError::OneSided),
+            _ => Ok(None),
+        }
+    }
+
     /// What this host has found, once it is telling it: the controller may close the connection before it answers.
     pub fn verdict(&self) -> Option<AuthError> {
         match self.phase {

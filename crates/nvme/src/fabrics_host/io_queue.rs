@@ -619,12 +619,11 @@ impl FabricsIoQueue {
         if !completed.status.is_success() {
             return self.refused(completed.status);
         }
-        if completed.result & CONNECT_AUTHENTICATION == 0 {
-            return self.admitted();
-        }
-        match self.connect.as_ref().and_then(|connect| connect.auth.as_ref()).map(AuthHost::begin) {
-            Some(first) => self.authenticate(&AuthStep::Send(first)),
-            None => self.refused(fabrics_status::AUTHENTICATION_REQUIRED.with_dnr()),
+        let auth = self.connect.as_ref().and_then(|connect| connect.auth.as_ref());
+        match AuthHost::after_connect(auth, completed.result & CONNECT_AUTHENTICATION != 0) {
+            Ok(Some(first)) => self.authenticate(&AuthStep::Send(first)),
+            Ok(None) => self.admitted(),
+            Err(_) => self.refused(fabrics_status::AUTHENTICATION_REQUIRED.with_dnr()),
         }
     }
 

@@ -10,7 +10,7 @@ use super::admin::{ADMIN_ENTRIES, FabricsAdmin, FabricsData, LOG_BYTES_MAX};
 use super::error::FabricsHostError;
 use super::host::{ADMIN_NS, FabricsHost, FabricsHostEvent, FabricsPhase, FabricsPurpose};
 use crate::ana::{ANA_LOG, AnaLog};
-use crate::auth::{AUTH_MESSAGE_BYTES_MAX, AuthError, AuthHost, AuthStep};
+use crate::auth::{AUTH_MESSAGE_BYTES_MAX, AuthHost, AuthStep};
 use crate::cross_reset::CROSS_RESET_NOTICES;
 use crate::discovery::{DISCOVERY_ENTRY_BYTES, DISCOVERY_LOG, DiscoveredLog, DiscoveryEntry, DiscoveryHeader};
 use crate::fabrics::{
@@ -285,18 +285,14 @@ impl FabricsHost {
         if result & CONNECT_SECURE_CHANNEL != 0 {
             return self.give_up(FabricsHostError::SecureChannel, now_ns);
         }
-        let is_asked = result & CONNECT_AUTHENTICATION != 0;
-        match self.authentication(0) {
-            None if is_asked => self.give_up(FabricsHostError::Authentication(AuthError::NoSecret), now_ns),
-            Some(auth) if is_asked => {
-                let first = auth.begin();
-                self.auth = Some((auth, result));
+        let auth = self.authentication(0);
+        match AuthHost::after_connect(auth.as_ref(), result & CONNECT_AUTHENTICATION != 0) {
+            Ok(Some(first)) => {
+                self.auth = auth.map(|auth| (auth, result));
                 self.authenticate(&AuthStep::Send(first), now_ns);
             }
-            Some(auth) if auth.is_mutual() => {
-                self.give_up(FabricsHostError::Authentication(AuthError::OneSided), now_ns);
-            }
-            _ => self.admitted(result, now_ns),
+            Ok(None) => self.admitted(result, now_ns),
+            Err(error) => self.give_up(FabricsHostError::Authentication(error), now_ns),
         }
     }
 

@@ -3,12 +3,15 @@
 use std::sync::Arc;
 
 use blkyard_mq::{FenceEvidence, Op, QueueCounts, Status};
-use blkyard_nvme::auth::{AuthError, AuthFailure, AuthSecrets, AuthSeed, DhchapSecret};
-use blkyard_nvme::fabrics::{ANY_CONTROLLER, DISCOVERY_NQN, Nqn, fabrics_status};
+use blkyard_nvme::auth::{AuthError, AuthFailure, AuthHost, AuthSecrets, AuthSeed, DhchapSecret};
+use blkyard_nvme::fabrics::{ANY_CONTROLLER, ConnectCommand, ConnectData, DISCOVERY_NQN, Nqn, fabrics_status};
+use blkyard_nvme::tcp::SendList;
 use blkyard_nvme::{
-    AnaState, ControllerState, DiscoveredLog, DiscoveryEntry, DiscoveryKind, DiscoveryLog, FabricsData,
-    FabricsHostAuth, FabricsHostConfig, FabricsHostError, FabricsHostEvent, NamespaceScope, NvmeStatus, Sqe, admin,
+    AnaState, ControllerState, Cqe, DiscoveredLog, DiscoveryEntry, DiscoveryKind, DiscoveryLog, FabricsConnect,
+    FabricsData, FabricsHostAuth, FabricsHostConfig, FabricsHostError, FabricsHostEvent, FabricsIoQueue,
+    FabricsQueueCommand, FabricsQueueReport, NamespaceScope, NvmeStatus, RetryDelays, Sqe, admin,
 };
+use blkyard_wire::nvme_tcp::{Framing, IcResp, Pdu};
 
 use crate::fabrics::rig::{MS, Rig, config};
 use crate::fabrics::target::BLOCKS;
@@ -204,6 +207,42 @@ fn a_target_that_is_to_authenticate_itself_and_asks_for_nothing_is_left() {
         rig.host.start(0);
         rig.run_for(1000);
         assert_eq!(rig.host.error(), error.map(FabricsHostError::Authentication));
+    }
+}
+
+/// The admin queue may have reached the target, and this one somebody else.
+#[test]
+fn an_io_queue_of_a_target_that_is_to_authenticate_itself_and_asks_for_nothing_is_refused() {
+    let nqn = |name| Nqn::new(name).unwrap();
+    let [host, subsystem] = [nqn("nqn.2026-11.example:host"), nqn("nqn.2026-11.example:disk")];
+    let secret = || DhchapSecret::new(vec![1; 32], None).unwrap();
+    let status = fabrics_status::AUTHENTICATION_REQUIRED.with_dnr();
+    let refused = FabricsQueueReport::Refused { status };
+    for (controller, report) in [(None, FabricsQueueReport::Connected), (Some(secret()), refused)] {
+        let secrets = Arc::new(AuthSecrets { host: secret(), controller });
+        let auth = AuthHost::new(host.clone(), subsystem.clone(), secrets, &AuthSeed([1; 32]), 1);
+        let options = Rig::new(config()).host.queue_options(1, 1, false);
+        let mut queue = FabricsIoQueue::new(options, [].into()).unwrap();
+        let data = ConnectData { host_id: [7; 16], controller_id: 1, subsystem: subsystem.clone(), host: host.clone() };
+        queue.command(FabricsQueueCommand::Connect(Box::new(FabricsConnect {
+            association: 1,
+            command: ConnectCommand { qid: 1, sq_size: 1, no_flow_control: true, keep_alive_ms: 0 },
+            data,
+            auth: Some(auth),
+            in_capsule: 8192,
+            delays: RetryDelays::default(),
+            connect_ns: MS,
+        })));
+        queue.opened(0);
+        let initialized = IcResp { alignment: 0, header_digest: false, data_digest: false, maxh2cdata: 4096 };
+        let accepted = Cqe::new(0, 0, u16::MAX, NvmeStatus::SUCCESS, 1, false);
+        for answer in [Pdu::IcResp(initialized), Pdu::CapsuleResp(accepted.0)] {
+            let mut list = SendList::new(SendList::PIECES_MIN);
+            let sent = queue.fill(&mut list).unwrap();
+            queue.sent(sent);
+            queue.receive(answer.encode(Framing::PLAIN).bytes());
+        }
+        assert_eq!(queue.take_report(), Some((1, report)));
     }
 }
 
