@@ -8,7 +8,7 @@ use std::net::{Shutdown, SocketAddr, TcpStream, ToSocketAddrs};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, TryRecvError, channel};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use blkyard_mem::RegionTable;
 use blkyard_nvme::tcp::SendList;
@@ -112,9 +112,18 @@ impl AdminAttempt for SystemAttempt {
 
 fn connect(address: &str, psk: Option<&TlsPsk>, limit: Duration) -> Result<Box<dyn AdminSocket>, String> {
     let addresses = address.to_socket_addrs().map_err(|error| format!("cannot resolve {address}: {error}"))?;
-    let mut last = format!("{address} has no address");
-    for address in addresses {
-        match TcpStream::connect_timeout(&address, limit) {
+    connect_to(&addresses.collect::<Vec<_>>(), psk, limit)
+}
+
+/// Connects to the first of these addresses that answers. Each has an equal part of the time that is left: the owner of
+/// the connection waits for no longer, and one that drops all packets would keep it from the others at each attempt.
+fn connect_to(addresses: &[SocketAddr], psk: Option<&TlsPsk>, limit: Duration) -> Result<Box<dyn AdminSocket>, String> {
+    let until = Instant::now() + limit;
+    let mut last = "the name has no address".to_owned();
+    for (address, left) in addresses.iter().zip((1..=addresses.len() as u32).rev()) {
+        // Zero is no time that the system takes.
+        let part = (until.saturating_duration_since(Instant::now()) / left).max(Duration::from_millis(1));
+        match TcpStream::connect_timeout(address, part) {
             Ok(socket) => {
                 // Commands are small, and their answers are awaited.
                 let _ = socket.set_nodelay(true);
@@ -215,5 +224,36 @@ impl AdminStream {
     pub(super) fn close(mut self) {
         self.send();
         self.socket.finish();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+
+    use rustix::net::listen;
+
+    use super::*;
+
+    /// An address whose full queue of connections answers no further one, as a firewall does that drops them.
+    fn silent_address() -> (TcpListener, TcpStream, SocketAddr) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        listen(&listener, 0).unwrap();
+        let address = listener.local_addr().unwrap();
+        (listener, TcpStream::connect(address).unwrap(), address)
+    }
+
+    #[test]
+    fn address_that_does_not_answer_leaves_time_for_the_next() {
+        let (_queue, _first, silent) = silent_address();
+        let target = TcpListener::bind("127.0.0.1:0").unwrap();
+        let limit = Duration::from_secs(2);
+        let began = Instant::now();
+        let socket = connect_to(&[silent, target.local_addr().unwrap()], None, limit).unwrap();
+        assert_eq!(socket.peer().unwrap(), target.local_addr().unwrap());
+        // The owner of the connection waits for no longer.
+        assert!(began.elapsed() < limit, "{:?}", began.elapsed());
+        let error = connect_to(&[silent, silent], None, limit).unwrap_err();
+        assert!(error.contains(&silent.to_string()), "{error}");
     }
 }
