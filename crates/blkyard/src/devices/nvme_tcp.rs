@@ -62,7 +62,8 @@ pub(crate) fn take_config(spec: &mut Spec) -> Result<TcpNamespaceConfig, SpecErr
         config.reconnect_ns[1] = longest_ns;
         config.reconnect_ns[0] = config.reconnect_ns[0].min(longest_ns);
     }
-    config.ctrl_loss_ns = take_ns(spec, "ctrl_loss_s", 0, u64::from(u32::MAX))?.or(config.ctrl_loss_ns);
+    // The time runs from the start, too: zero would leave none for the first connection.
+    config.ctrl_loss_ns = take_ns(spec, "ctrl_loss_s", 1, u64::from(u32::MAX))?.or(config.ctrl_loss_ns);
     config.fast_io_fail_ns = take_ns(spec, "fast_io_fail_s", 0, u64::from(u32::MAX))?.or(config.fast_io_fail_ns);
     take_secrets(spec, &mut config)?;
     take_tls_key(spec, &mut config)?;
@@ -262,7 +263,9 @@ mod tests {
         assert_eq!((host.keep_alive_ms, host.reconnect_ns), (7000, [100_000_000, 2_000_000_000]));
         assert_eq!((host.ctrl_loss_ns, host.fast_io_fail_ns), (Some(60_000_000_000), Some(5_000_000_000)));
         assert_eq!(host.host.as_str(), "nqn.host");
-        assert!(config("nvme-tcp://a/nqn.x?queues=0").is_err() && config("nvme-tcp://a/nqn.x?gone_s=1").is_err());
+        for wrong in ["queues=0", "gone_s=1", "ctrl_loss_s=0"] {
+            assert!(config(&format!("nvme-tcp://a/nqn.x?{wrong}")).is_err(), "{wrong}");
+        }
     }
 
     #[test]
