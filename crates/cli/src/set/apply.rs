@@ -24,7 +24,7 @@ use blkyard_os::Moves;
 use super::size::Resize;
 use crate::control::{PartKind, Target};
 use crate::daemon::{
-    ClientRemotes, Daemon, LANES_MAX, QueueMaker, ServedDevice, ServedExport, ServedLanes, set_path_tracker,
+    ClientRemotes, Daemon, LANES_MAX, Protocol, QueueMaker, ServedDevice, ServedExport, ServedLanes, set_path_tracker,
     take_weight, usual_tracker,
 };
 use crate::inspect::show_time;
@@ -407,6 +407,10 @@ fn take_ana(keys: &mut Spec, export: &ServedExport) -> Result<Option<(Vec<u32>, 
 fn set_export(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<String>, Problem> {
     let export = &daemon.exports[number];
     let queues = keys.take_number("queues", 1, u64::from(QUEUES_MAX))?;
+    if queues.is_some() && matches!(export.front_end.protocol(), Protocol::NvmeTcp(())) {
+        let cause = "all of its hosts share its queues, whose number is fixed from its start";
+        return Err(SpecError::new(&keys.name, cause, "serve it with queues=N behind its name").into());
+    }
     let depth = keys.take_number("depth", 1, export.depth_max as u64)?;
     let rate = take_rate(&mut keys, export.rate.config())?;
     let weight = take_weight(&mut keys)?;

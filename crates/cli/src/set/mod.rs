@@ -36,9 +36,10 @@ pub struct SetArgs {
     /// second path, too), suspended=on|off (its NVMe controller is shut down meanwhile, and I/O waits), iops_max=N,
     /// bytes_per_s_max=SIZE, burst_ms=N (what its exports together do not exceed; off for any number), tracker=on|off
     /// (mean latency by node, see inspect), tracker_window_us=N, tracker_samples_min=N (below so many a window counts
-    /// as idle), tracker_decay=PERCENT (kept in an idle window). Of an export: queues=N (from the next front-end on),
-    /// depth=N, iops_max, bytes_per_s_max, burst_ms, scheduler_weight=N (beside others of its device); over NVMe/TCP,
-    /// ana_state=optimized|non-optimized|inaccessible|persistent-loss|change of all its ANA groups, or of ana_group=N.
+    /// as idle), tracker_decay=PERCENT (kept in an idle window). Of an export: queues=N (from the next front-end on;
+    /// not over NVMe/TCP), depth=N, iops_max, bytes_per_s_max, burst_ms, scheduler_weight=N (beside others of its
+    /// device); over NVMe/TCP, ana_state=optimized|non-optimized|inaccessible|persistent-loss|change of all its ANA
+    /// groups, or of ana_group=N.
     /// Of the daemon: stats=SECONDS (0 for none), lanes=N (threads that do the work; queues move to them one by one),
     /// spin_us=N (how long each looks for work before it sleeps, at most; auto for as long as it pays).
     #[arg(value_name = "KEY=VALUE", required = true, value_parser = pair)]

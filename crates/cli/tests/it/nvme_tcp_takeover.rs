@@ -10,7 +10,7 @@ use blkyard_nvme::fabrics::ANY_CONTROLLER;
 use blkyard_nvme::{Cqe, NvmeStatus, Psdt, Sqe, admin, feature, io};
 use blkyard_wire::nvme_tcp::{Framing, H2cData, IcReq, Pdu, R2t};
 
-use crate::common::{Daemon, Process, inspect, program, succeed, wait_until};
+use crate::common::{Daemon, Process, inspect, program, run, succeed, wait_until};
 use crate::nvme_takeover::{replace, take_and_leave};
 use crate::nvme_tcp::{free_address, pattern};
 use crate::tcp_host::{TcpHost, TcpQueue, enabled};
@@ -173,5 +173,20 @@ fn timers_and_access_states_are_those_of_before() {
     assert_eq!(quiet.next(), None);
     let passed = begin.elapsed();
     assert!(passed >= KEEP_ALIVE && passed < KEEP_ALIVE * 5 / 3, "ended after {passed:?}");
+    daemon.stop();
+}
+
+#[test]
+fn another_number_of_queues_is_refused_and_a_takeover_goes_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let (mut daemon, address) = serve(folder, "");
+    let mut host = TcpHost::connect(address, NQN, HOST, None, 1);
+    let refused = run(folder, &["set", "--control", "c", "export:0", "queues=16"]);
+    let said = String::from_utf8(refused.stderr).unwrap();
+    assert!(!refused.status.success() && said.contains("serve it with queues=N"), "{said}");
+    replace(folder, &mut daemon);
+    host.io[0].write(1, 0, &pattern(4096, 1));
+    assert_eq!(host.io[0].read(1, 0, 4096), pattern(4096, 1));
     daemon.stop();
 }

@@ -137,7 +137,7 @@ pub struct NvmeTcpSession {
     subsystem: FabricsSubsystem,
     connections: BTreeMap<u64, TargetConnection>,
     next: u64,
-    /// By client queue.
+    /// By client queue: those from the start, for which there is memory.
     queues: Vec<Option<ServedConnection>>,
     /// Controllers whose association has ended, while their queues drain.
     ending: BTreeMap<u16, EndingAssociation>,
@@ -332,9 +332,7 @@ impl FrontEndSession for NvmeTcpSession {
     }
 
     fn with_config<T>(&mut self, change: impl FnOnce(&mut ExportConfig<Self>) -> T) -> T {
-        let changed = change(&mut self.config);
-        self.queues.resize_with(self.config.queues.len().min(self.ended_queues()), || None);
-        changed
+        change(&mut self.config)
     }
 
     fn change(&mut self, device: u16, info: &Arc<DeviceInfo>) -> Result<Changed, String> {
@@ -392,12 +390,5 @@ impl FrontEndSession for NvmeTcpSession {
             self.log.warn(format_args!("the export ends: {error}"));
         }
         (self.config, ended)
-    }
-}
-
-impl NvmeTcpSession {
-    /// Client queues that the memory has room for: those from the start.
-    fn ended_queues(&self) -> usize {
-        self.table.region(0).map_or(0, |region| region.len()) / self.queue_bytes as usize
     }
 }
