@@ -137,10 +137,16 @@ pub(crate) fn want(mut spec: Spec, number: usize, device: ShareDevice) -> Result
         queues.min(usize::from(QUEUES_MAX)).min(device.queues)
     };
     let queues = queues.map_or_else(usual, |queues| queues as usize);
-    let nqn = if is_target { spec.take_with("nqn", NQNS, Nqn::new)? } else { None };
-    // All ports of a subsystem have the same one.
-    let usual = || nqn.as_ref().map_or_else(|| format!("blkyard-{number}"), NvmeTcpDisk::default_serial);
-    let serial = spec.take("serial").unwrap_or_else(usual);
+    let (mut nqn, mut usual) = (None, format!("blkyard-{number}"));
+    if is_target {
+        nqn = spec.take_with("nqn", NQNS, Nqn::new)?;
+        // All ports of a subsystem have the same one. Without a name it is one of this address: hosts take the disks of
+        // two daemons for one if both have the same.
+        let address = parse_target(&spec)?;
+        let of = || NvmeTcpDisk::default_nqn(&machine(), &format!("{address}/{number}"));
+        usual = NvmeTcpDisk::default_serial(&nqn.clone().unwrap_or_else(of));
+    }
+    let serial = spec.take("serial").unwrap_or(usual);
     let serial = SerialId::new(&serial)
         .map_err(|error| SpecError::new(&spec.name, error, "give up to 20 printable ASCII characters"))?;
     let (mut mode, mut group, mut target) = (None, None, None);
@@ -186,7 +192,6 @@ fn want_target(spec: &mut Spec, nqn: Option<Nqn>, serial: &str) -> Result<Wanted
     let (secrets, tls_keys) = (spec.take("secrets"), spec.take("tls_keys"));
     let names = |text: &str| text.split(',').map(|name| Nqn::new(name.trim())).collect::<Option<Vec<_>>>();
     let mut hosts = spec.take_with("hosts", NQNS, names)?;
-    let machine = || rustix::system::uname().nodename().to_string_lossy().into_owned();
     let nqn = nqn.unwrap_or_else(|| NvmeTcpDisk::default_nqn(&machine(), serial));
     let auth = secrets.map(|path| read_host_secrets(&spec.name, &path)).transpose()?;
     if let Some(auth) = &auth {
@@ -220,6 +225,11 @@ fn want_target(spec: &mut Spec, nqn: Option<Nqn>, serial: &str) -> Result<Wanted
     };
     take_ana(spec, &mut target)?;
     Ok(target)
+}
+
+/// Name of this machine.
+fn machine() -> String {
+    rustix::system::uname().nodename().to_string_lossy().into_owned()
 }
 
 /// The address of an NVMe/TCP export: loopback if it is left out.
@@ -312,6 +322,27 @@ mod tests {
         ] {
             let error = address(name).unwrap_err();
             assert!(error.contains(word), "{name}: {error}");
+        }
+    }
+
+    #[test]
+    fn subsystems_of_two_daemons_are_not_taken_for_one() {
+        let subsystem = |name: &str, number| {
+            let device = ShareDevice { number: 0, pool: 0, queues: usize::MAX, orders: false };
+            let wanted = want(Spec::parse(name).unwrap(), number, device).map_err(|error| error.to_string()).unwrap();
+            (wanted.target.unwrap().nqn, wanted.serial.to_string())
+        };
+        let one = subsystem("nvme-tcp://127.0.0.1:1", 0);
+        assert_eq!(subsystem("nvme-tcp://127.0.0.1:1", 0), one, "it stays the same over restarts");
+        for (other, number) in [("nvme-tcp://127.0.0.1:2", 0), ("nvme-tcp://127.0.0.2:1", 0), ("nvme-tcp://:0", 1)] {
+            let other = subsystem(other, number);
+            assert!(other.0 != one.0 && other.1 != one.1, "{other:?}");
+        }
+        assert_ne!(subsystem("nvme-tcp://:0", 0), subsystem("nvme-tcp://:0", 1));
+        // Ports of one subsystem, by name.
+        for same in ["serial=S", "nqn=nqn.a"] {
+            let ports = [1, 2].map(|port| subsystem(&format!("nvme-tcp://:{port}?{same}"), port));
+            assert_eq!(ports[0], ports[1]);
         }
     }
 
