@@ -10,7 +10,7 @@ use blkyard::spec::{Spec, SpecError};
 use blkyard_export::{NvmeDoorbells, NvmePciId, NvmeTcpDisk, QUEUES_MAX, SocketConfig};
 use blkyard_mq::DeviceInfo;
 use blkyard_nvme::auth::HostSecrets;
-use blkyard_nvme::fabrics::Nqn;
+use blkyard_nvme::fabrics::{DISCOVERY_NQN, Nqn};
 use blkyard_nvme::tls::TlsHosts;
 use blkyard_nvme::{AnaGroups, AnaState, NamespaceTable, ServedNamespace};
 use blkyard_os::cpu_places;
@@ -139,7 +139,9 @@ pub(crate) fn want(mut spec: Spec, number: usize, device: ShareDevice) -> Result
     let queues = queues.map_or_else(usual, |queues| queues as usize);
     let (mut nqn, mut usual) = (None, format!("blkyard-{number}"));
     if is_target {
-        nqn = spec.take_with("nqn", NQNS, Nqn::new)?;
+        // By that name hosts reach the discovery service, and never the disk.
+        let of_disk = |name: &str| Nqn::new(name).filter(|nqn| nqn.as_str() != DISCOVERY_NQN);
+        nqn = spec.take_with("nqn", "an NQN other than that of the discovery service", of_disk)?;
         // All ports of a subsystem have the same one. Without a name it is one of this address: hosts take the disks of
         // two daemons for one if both have the same.
         let address = parse_target(&spec)?;
@@ -317,6 +319,7 @@ mod tests {
             ("nvme-tcp://example.org:4420", "no address"),
             ("nvme-tcp://127.0.0.1:65536", "no address"),
             ("nvme-tcp://127.0.0.1:4420?nqn=disk", "NQN"),
+            ("nvme-tcp://127.0.0.1:4420?nqn=nqn.2014-08.org.nvmexpress.discovery", "discovery service"),
             ("nvme-tcp://127.0.0.1:4420?hosts=nqn.a,b", "NQN"),
             ("nvme-tcp://127.0.0.1:4420?mode=0660", "mode"),
         ] {
