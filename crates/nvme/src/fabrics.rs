@@ -49,6 +49,22 @@ pub mod fabrics_status {
     pub const AUTHENTICATION_REQUIRED: NvmeStatus = NvmeStatus(0x191);
     /// The command is for another type of queue.
     pub const INVALID_QUEUE_TYPE: NvmeStatus = NvmeStatus(0x185);
+
+    /// The status of a fabrics or admin command as text, without the names that the numbers have for I/O commands.
+    pub fn text(status: NvmeStatus) -> String {
+        let status = status.without_flags();
+        let name = match status {
+            INCOMPATIBLE_FORMAT => "unknown record format",
+            CONTROLLER_BUSY => "the controller is in use, or no further one is left",
+            INVALID_PARAMETERS => "invalid parameters, such as the name of the subsystem",
+            RESTART_DISCOVERY => "the discovery log is to be read again",
+            INVALID_HOST => "this host is not allowed",
+            INVALID_QUEUE_TYPE => "wrong type of queue",
+            AUTHENTICATION_REQUIRED => "authentication is required",
+            _ => return status.to_string(),
+        };
+        format!("{name} ({:03x}h)", status.0)
+    }
 }
 
 /// Bits of the result of a Connect beside the controller identifier: the host is to be authenticated, and on a secure

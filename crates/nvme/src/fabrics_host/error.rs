@@ -36,7 +36,10 @@ pub enum FabricsHostError {
         of_many: bool,
     },
     /// A command needed for bring-up has failed.
-    #[error("NVMe/TCP: {command} failed, {status}; see the options of the target for this host")]
+    #[error(
+        "NVMe/TCP: {command} failed, {}; see the options of the target for this host",
+        fabrics_status::text(*status)
+    )]
     Command {
         /// Name of the command.
         command: &'static str,
@@ -62,7 +65,11 @@ pub enum FabricsHostError {
     #[error("NVMe/TCP: the connection of I/O queue {0} was lost")]
     QueueLost(u16),
     /// An I/O queue was refused.
-    #[error("NVMe/TCP: the target refused I/O queue {qid}, {status}; {}", refused_queue_cure(*status))]
+    #[error(
+        "NVMe/TCP: the target refused I/O queue {qid}, {}; {}",
+        fabrics_status::text(*status),
+        refused_queue_cure(*status)
+    )]
     QueueRefused {
         /// The queue.
         qid: u16,
@@ -117,6 +124,21 @@ fn refused_queue_cure(status: NvmeStatus) -> &'static str {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// The same numbers are those of protected and read-only ranges for I/O commands.
+    #[test]
+    fn a_refused_connect_is_told_by_the_names_of_its_statuses() {
+        for (status, text) in [
+            (fabrics_status::CONTROLLER_BUSY, "no further one is left (181h)"),
+            (fabrics_status::INVALID_PARAMETERS.with_dnr(), "such as the name of the subsystem (182h)"),
+            (fabrics_status::INVALID_HOST.with_dnr(), "this host is not allowed (184h)"),
+            (NvmeStatus::INVALID_FIELD.with_dnr(), "(002h)"),
+        ] {
+            let connect = FabricsHostError::Command { command: "Connect", status }.to_string();
+            let queue = FabricsHostError::QueueRefused { qid: 1, status }.to_string();
+            assert!(connect.contains(text) && queue.contains(text), "{connect}; {queue}");
+        }
+    }
 
     #[test]
     fn a_refused_io_queue_is_told_with_what_may_help() {
