@@ -14,6 +14,10 @@ use crate::TlsError;
 /// The suite that goes with keys whose hash is SHA-256, the only one for which OpenSSL takes a key from a callback.
 const SUITE: &str = "TLS_AES_128_GCM_SHA256";
 
+/// Bytes that wait to be sent, at most: above what owners write at once. Each renewal of keys that the other end asks for
+/// is answered, so one that takes no answers would fill the memory.
+const OUTGOING_MAX: usize = 1 << 20;
+
 /// What a client has named itself.
 #[derive(Debug, Default)]
 enum ClientIdentity {
@@ -128,7 +132,7 @@ impl TlsChannel {
     /// if more ciphertext is needed.
     ///
     /// # Errors
-    /// The channel is broken, or the other end has closed it.
+    /// The channel is broken, or the other end has closed it, or it sends and takes nothing.
     ///
     /// # Panics
     /// If `clear` is empty.
@@ -136,6 +140,9 @@ impl TlsChannel {
         assert!(!clear.is_empty(), "there is no room to read into");
         if !self.shake_hands()? {
             return Ok(0);
+        }
+        if self.outgoing().len() > OUTGOING_MAX {
+            return Err(TlsError::Protocol("the other end sends, and takes nothing of what is sent to it".into()));
         }
         match self.stream.ssl_read(clear) {
             Ok(bytes) => Ok(bytes),
@@ -362,6 +369,18 @@ mod tests {
         let mut room = [0; 64];
         assert_eq!(server.read(&mut room), Ok(8));
         assert_eq!(server.read(&mut room), Err(TlsError::Ended));
+    }
+
+    /// Renewals of keys have the same effect, which no client of ours asks for.
+    #[test]
+    fn end_that_takes_nothing_is_not_read_for_ever() {
+        let (mut client, mut server) = pair(usize::MAX);
+        server.write(&vec![0; OUTGOING_MAX]).unwrap();
+        client.write(b"more").unwrap();
+        carry(&mut client, &mut server, usize::MAX);
+        assert!(matches!(server.read(&mut [0; 64]), Err(TlsError::Protocol(_))));
+        carry(&mut server, &mut client, usize::MAX);
+        assert_eq!(server.read(&mut [0; 64]), Ok(4));
     }
 
     #[test]
