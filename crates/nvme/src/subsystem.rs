@@ -43,7 +43,8 @@ pub struct SubsystemOptions {
     pub auth: Option<HostSecrets>,
     /// Properties of its I/O controllers. The controller identifier is that of the first one.
     pub controller: ControllerOptions,
-    /// Maximum associations; those with the discovery service, which is open to all, are counted apart.
+    /// Maximum associations; those with the discovery service, which is open to all, are counted apart. A further one
+    /// with that ends the oldest.
     pub controllers_max: u16,
     /// Maximum entries of an admin queue.
     pub admin_entries: u16,
@@ -266,7 +267,9 @@ impl FabricsSubsystem {
         let first = self.options.controller.controller_id;
         let id = if data.controller_id == ANY_CONTROLLER {
             if self.is_full(is_discovery) {
-                return Err(fabrics_status::CONTROLLER_BUSY.into());
+                // Anybody may ask the discovery service: nobody is to keep others from it.
+                let oldest = self.oldest_discovery().filter(|_| is_discovery);
+                return oldest.map(Connected::Replaces).ok_or(fabrics_status::CONTROLLER_BUSY.into());
             }
             let ids = FabricsSubsystem::CONTROLLER_IDS;
             let free = (0..ids).map(|step| (self.next + step) % ids);
@@ -313,6 +316,13 @@ impl FabricsSubsystem {
     fn is_full(&self, is_discovery: bool) -> bool {
         let same = self.associations.values().filter(|association| association.is_discovery == is_discovery);
         same.count() >= usize::from(self.options.controllers_max)
+    }
+
+    /// The oldest association with the discovery service: identifiers are given in turn.
+    fn oldest_discovery(&self) -> Option<u16> {
+        let next = self.options.controller.controller_id + self.next;
+        let ids = self.associations.range(next..).chain(self.associations.range(..next));
+        ids.filter(|(_, association)| association.is_discovery).map(|(id, _)| *id).next()
     }
 
     fn is_allowed(&self, host: &Nqn) -> bool {
