@@ -1,8 +1,8 @@
 //! The control path of an NVMe/TCP export: its listening socket, connections, associations and I/O queues.
 //!
-//! It is the only session of its export, and lasts as long. A step handles the sockets that are ready, and never waits
-//! for a peer. It waits for a lane only to start a queue; queues that drain are looked at again later, so a device that
-//! hangs holds up no other host.
+//! It is the only session of its export, and lasts as long. A step handles the sockets that are ready, and waits for no
+//! peer and no lane, except for one that is to own its first queue. Queues that start or drain are looked at again
+//! later, so a lane or a device that hangs holds up no other host.
 //!
 //! An association ends with its admin connection, when its keep-alive timer expires, and before the same host connects
 //! to the same controller again. Then its connections are closed and its commands dropped, unless a device has them.
@@ -21,6 +21,7 @@ use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
+use std::sync::mpsc::Receiver;
 use std::time::{Duration, Instant};
 
 use blkyard_mem::{DmaMapping, Region, RegionTable};
@@ -91,12 +92,17 @@ enum IoQueueState {
     Draining(Suspension<()>),
 }
 
+/// The answer of a lane that is to run a queue: why it cannot.
+type QueueStart = Receiver<Result<(), String>>;
+
 /// A client queue with a connection.
 struct ServedConnection {
     controller: u16,
     qid: u16,
     slot: TcpQueueSlot,
     state: IoQueueState,
+    /// Unset once the lane has answered.
+    started: Option<QueueStart>,
     /// Whether the connection ends once the queue has drained.
     is_ending: bool,
     /// Devices that have its commands, as bits modulo 64: known once its association has ended.
@@ -121,10 +127,16 @@ struct RunningFlush {
     number: u64,
     queue: usize,
     pending: PendingFlush,
-    /// Whether a session without a connection runs for it.
-    has_session: bool,
+    /// The session without a connection that runs for it.
+    session: Option<FlushSession>,
     /// Whether another one of them has failed.
     has_failed: bool,
+}
+
+/// A session without a connection. It ends with its flush.
+struct FlushSession {
+    started: QueueStart,
+    suspension: Suspension<()>,
 }
 
 /// The control path of an export.
@@ -347,6 +359,7 @@ impl FrontEndSession for NvmeTcpSession {
         for number in 0..self.queues.len() {
             self.finish_queue(number, now).map_err(|error| error.to_string())?;
         }
+        self.drain_from(now);
         changed.map(|()| Changed::Told)
     }
 
@@ -376,9 +389,8 @@ impl FrontEndSession for NvmeTcpSession {
 
     fn end(mut self, end: &SessionEnd<NvmeTcpError>) -> (NvmeTcpExport, Result<(), NvmeTcpError>) {
         let mut ended = self.suspend_all();
-        for flush in std::mem::take(&mut self.flushes).into_iter().filter(|flush| flush.has_session) {
-            let suspended = self.config.queues[flush.queue].suspend().and_then(Suspension::wait);
-            ended = ended.and(suspended.map(drop).map_err(NvmeTcpError::from));
+        for session in self.flushes.drain(..).filter_map(|flush| flush.session) {
+            ended = ended.and(session.suspension.wait().map(drop).map_err(NvmeTcpError::from));
         }
         self.connections.clear();
         self.queues.clear();

@@ -20,6 +20,7 @@ mod moving;
 mod no_alloc;
 mod nvme_abort;
 mod nvme_namespaces;
+mod nvme_tcp_lanes;
 mod on_demand;
 mod own_protocol;
 mod polite;

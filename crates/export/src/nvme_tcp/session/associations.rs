@@ -7,7 +7,9 @@ use std::time::Instant;
 use blkyard_nvme::{ControllerQueueCommand, ControllerRequest, KEEP_ALIVE_LATE_NS};
 
 use super::super::connection::{AfterAuth, ConnectionPhase, TargetConnection};
-use super::{EndingAssociation, IoQueueState, NvmeTcpError, NvmeTcpSession, RunningFlush, ServedConnection};
+use super::{
+    EndingAssociation, FlushSession, IoQueueState, NvmeTcpError, NvmeTcpSession, RunningFlush, ServedConnection,
+};
 use crate::core::drain_poll;
 
 impl NvmeTcpSession {
@@ -148,28 +150,36 @@ impl NvmeTcpSession {
         let runs = |place: &usize| {
             self.queues[*place].as_ref().is_some_and(|queue| matches!(queue.state, IoQueueState::Running))
         };
-        let mut has_session = false;
+        let mut session = None;
         // One that drains has no session once it has, and then it flushes nothing.
         if !queues.iter().any(runs) {
             let running = (0..self.queues.len()).find(runs);
-            has_session = running.is_none();
             let Some(queue) = running.or_else(|| self.free_place()) else {
                 // All queues drain, which takes as long as their devices: later flushes find one.
                 self.report_flush(controller, number, false);
                 return Ok(());
             };
-            if has_session && let Err(why) = self.config.queues[queue].run(self.setup(queue, None))? {
-                self.log.warn(format_args!("the devices cannot be flushed: {why}"));
-                self.report_flush(controller, number, false);
-                return Ok(());
+            if running.is_none() {
+                match self.begin_run(queue, None)? {
+                    Ok(started) => session = Some(started),
+                    Err(why) => {
+                        self.log.warn(format_args!("the devices cannot be flushed: {why}"));
+                        self.report_flush(controller, number, false);
+                        return Ok(());
+                    }
+                }
             }
             queues.push(queue);
         }
         let last = queues.last().copied();
         for queue in queues {
-            let pending = self.config.queues[queue].begin_flush()?;
-            let has_session = has_session && Some(queue) == last;
-            self.flushes.push(RunningFlush { controller, number, queue, pending, has_session, has_failed: false });
+            let remote = &self.config.queues[queue];
+            let pending = remote.begin_flush()?;
+            let session = match session.take_if(|_| Some(queue) == last) {
+                Some(started) => Some(FlushSession { started, suspension: remote.suspend()? }),
+                None => None,
+            };
+            self.flushes.push(RunningFlush { controller, number, queue, pending, session, has_failed: false });
         }
         self.drain_from(Instant::now());
         Ok(())
@@ -177,7 +187,7 @@ impl NvmeTcpSession {
 
     /// A client queue without a connection, and without a session that flushes.
     pub(super) fn free_place(&self) -> Option<usize> {
-        let flushes = |place| self.flushes.iter().any(|flush| flush.has_session && flush.queue == place);
+        let flushes = |place| self.flushes.iter().any(|flush| flush.session.is_some() && flush.queue == place);
         (0..self.queues.len()).find(|place| self.queues[*place].is_none() && !flushes(*place))
     }
 
@@ -192,13 +202,18 @@ impl NvmeTcpSession {
 
     /// Waits until then for a flush.
     pub(super) fn finish_flush(&mut self, place: usize, until: Option<Instant>) -> Result<(), NvmeTcpError> {
-        let Some(is_durable) = self.flushes[place].pending.wait_until(until)? else { return Ok(()) };
-        let RunningFlush { controller, number, queue, has_session, has_failed, .. } = self.flushes.swap_remove(place);
-        if has_session {
-            // It has no request: this ends at once.
-            self.config.queues[queue].suspend()?.wait()?;
-        }
-        let is_durable = is_durable && !has_failed;
+        let flush = &self.flushes[place];
+        let until = match &flush.session {
+            Some(session) if !session.suspension.wait_until(until)? => return Ok(()),
+            // Its lane answers the flush at the same time.
+            Some(_) => None,
+            None => until,
+        };
+        let Some(is_durable) = flush.pending.wait_until(until)? else { return Ok(()) };
+        let RunningFlush { controller, number, session, has_failed, .. } = self.flushes.swap_remove(place);
+        // Without a session nothing was flushed.
+        let has_run = session.is_none_or(|session| matches!(session.started.try_recv(), Ok(Ok(()))));
+        let is_durable = is_durable && has_run && !has_failed;
         let is_its = |flush: &&mut RunningFlush| (flush.controller, flush.number) == (controller, number);
         if let Some(other) = self.flushes.iter_mut().find(is_its) {
             // It reports for both.
@@ -240,10 +255,13 @@ impl NvmeTcpSession {
             self.finish_flush(place, Some(now))?;
         }
         for number in 0..self.queues.len() {
+            self.check_start(number)?;
             self.drain_queue(number, Some(now))?;
             self.finish_queue(number, now)?;
         }
-        let is_draining = self.queues.iter().flatten().any(|queue| !matches!(queue.state, IoQueueState::Running));
+        let is_at_rest =
+            |queue: &ServedConnection| matches!(queue.state, IoQueueState::Running) && queue.started.is_none();
+        let is_draining = !self.queues.iter().flatten().all(is_at_rest);
         self.remove_ended(now)?;
         if is_draining || !self.flushes.is_empty() || !self.ending.is_empty() {
             self.drain_at = Some(now + drain_poll(now.saturating_duration_since(self.drains_since)));

@@ -1,5 +1,6 @@
 //! Client queues of an export: started with a connection, drained, ended or continued.
 
+use std::sync::mpsc::TryRecvError;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
@@ -10,7 +11,8 @@ use blkyard_nvme::{ConnectedQueue, ControllerQueueReply};
 use super::super::connection::{TargetConnection, WaitingConnect};
 use super::super::queue::{NvmeTcpQueueSetup, TcpQueueSlot, TcpQueueState};
 use super::super::queue_options;
-use super::{IoQueueState, NvmeTcpError, NvmeTcpSession, ServedConnection};
+use super::{IoQueueState, NvmeTcpError, NvmeTcpSession, QueueStart, ServedConnection};
+use crate::core::LaneGone;
 
 impl NvmeTcpSession {
     /// Starts an I/O queue, whose Connect may be answered already.
@@ -45,15 +47,15 @@ impl NvmeTcpSession {
         }
         let run = TcpQueueState::new(socket, queue).map_err(|error| error.to_string()).and_then(|state| {
             let slot: TcpQueueSlot = Arc::new(Mutex::new(Some(Box::new(state))));
-            self.add_queue(number, (id, qid), &slot, IoQueueState::Running);
-            let setup = self.setup(number, Some(slot));
-            self.config.queues[number].run(setup).unwrap_or_else(|gone| Err(gone.to_string()))
+            self.add_queue(number, (id, qid), &slot, IoQueueState::Stopped);
+            self.run_queue(number, slot).unwrap_or_else(|gone| Err(gone.to_string()))
         });
         if let Err(why) = run {
             self.log.warn(format_args!("{peer}: its I/O queue {qid} cannot run: {why}"));
             self.queues[number] = None;
             self.disconnect(id, qid);
         }
+        self.drain_from(Instant::now());
     }
 
     /// Adds a queue of a controller.
@@ -68,8 +70,49 @@ impl NvmeTcpSession {
         let host = association.map(|association| (association.host().clone(), association.host_id()));
         let hold = host.map(|host| self.config.disk.ports.hold_of(&host)).unwrap_or_default();
         let (slot, devices) = (Arc::clone(slot), Arc::default());
-        let queue = ServedConnection { controller, qid, slot, state, is_ending: false, devices, hold };
+        let queue = ServedConnection { controller, qid, slot, state, started: None, is_ending: false, devices, hold };
         self.queues[number] = Some(queue);
+    }
+
+    /// Has its lane run a stopped queue.
+    fn run_queue(&mut self, number: usize, slot: TcpQueueSlot) -> Result<Result<(), String>, LaneGone> {
+        let begun = self.begin_run(number, Some(slot))?;
+        Ok(begun.map(|started| {
+            if let Some(queue) = &mut self.queues[number] {
+                (queue.state, queue.started) = (IoQueueState::Running, Some(started));
+            }
+        }))
+    }
+
+    /// Has a lane run a session of a client queue.
+    pub(super) fn begin_run(
+        &self,
+        number: usize,
+        slot: Option<TcpQueueSlot>,
+    ) -> Result<Result<QueueStart, String>, LaneGone> {
+        let remote = &self.config.queues[number];
+        if let Err(why) = remote.open() {
+            return Ok(Err(why));
+        }
+        remote.begin_run(self.setup(number, slot)).map(Ok)
+    }
+
+    /// Ends a queue that its lane cannot run.
+    pub(super) fn check_start(&mut self, number: usize) -> Result<(), NvmeTcpError> {
+        let Some(Some(queue)) = self.queues.get_mut(number) else { return Ok(()) };
+        let Some(started) = &queue.started else { return Ok(()) };
+        let why = match started.try_recv() {
+            Err(TryRecvError::Empty) => return Ok(()),
+            Err(TryRecvError::Disconnected) => LaneGone.to_string(),
+            Ok(Err(why)) => why,
+            Ok(Ok(())) => {
+                queue.started = None;
+                return Ok(());
+            }
+        };
+        queue.started = None;
+        self.log.warn(format_args!("I/O queue {} of controller {} cannot run: {why}", queue.qid, queue.controller));
+        self.end_queue(number)
     }
 
     pub(super) fn setup(&self, number: usize, slot: Option<TcpQueueSlot>) -> NvmeTcpQueueSetup {
@@ -128,14 +171,8 @@ impl NvmeTcpSession {
         let Some(queue) = self.queues[number].as_ref().filter(is_stopped) else { return Ok(()) };
         let (id, qid, slot) = (queue.controller, queue.qid, Arc::clone(&queue.slot));
         if !queue.is_ending {
-            let setup = self.setup(number, Some(Arc::clone(&slot)));
-            match self.config.queues[number].run(setup)? {
-                Ok(()) => {
-                    if let Some(queue) = &mut self.queues[number] {
-                        queue.state = IoQueueState::Running;
-                    }
-                    return Ok(());
-                }
+            match self.run_queue(number, Arc::clone(&slot))? {
+                Ok(()) => return Ok(()),
                 Err(why) => self.log.warn(format_args!("an I/O queue cannot continue: {why}")),
             }
         }
