@@ -91,20 +91,20 @@ impl TargetConnection {
         alignment: 0,
     };
 
-    /// A new connection of this peer, in a set under this token. One that the peer has left already is none of the
-    /// errors: its end is found by the first receive.
+    /// A new connection, local and peer's address, in a set under this token. One that the peer has left already is
+    /// none of the errors: its end is found by the first receive.
     ///
     /// # Errors
     /// The system has no memory left.
     pub(super) fn accept(
-        (stream, peer): (TcpStream, SocketAddr),
+        (stream, addresses): (TcpStream, [SocketAddr; 2]),
         tls: Option<&Arc<TlsHosts>>,
         set: &Epoll,
         token: u64,
         now: Instant,
     ) -> io::Result<TargetConnection> {
         let queue = TcpAdminQueue::new(TargetConnection::OPTIONS)?;
-        let mut connection = TargetConnection::with(BufferedSocket::new(stream)?, peer, queue, set, token, now)?;
+        let mut connection = TargetConnection::with(BufferedSocket::new(stream)?, addresses, queue, set, token, now)?;
         connection.tls = tls.cloned();
         Ok(connection)
     }
@@ -115,13 +115,12 @@ impl TargetConnection {
     /// The system has no memory left.
     pub(super) fn with(
         socket: BufferedSocket,
-        peer: SocketAddr,
+        [local, peer]: [SocketAddr; 2],
         queue: TcpAdminQueue,
         set: &Epoll,
         token: u64,
         now: Instant,
     ) -> io::Result<TargetConnection> {
-        let local = socket.stream().local_addr()?;
         let socket = set.register(socket, token, EventFlags::IN)?;
         Ok(TargetConnection {
             socket,
@@ -149,8 +148,8 @@ impl TargetConnection {
     ) -> io::Result<TargetConnection> {
         let stream = socket.stream().try_clone()?;
         drop(socket);
-        let peer = stream.peer_addr()?;
-        let mut connection = TargetConnection::accept((stream, peer), None, set, token, now)?;
+        let addresses = [stream.local_addr()?, stream.peer_addr()?];
+        let mut connection = TargetConnection::accept((stream, addresses), None, set, token, now)?;
         connection.close(now);
         Ok(connection)
     }

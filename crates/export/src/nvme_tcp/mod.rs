@@ -7,6 +7,7 @@
 //! Left out: reservations, in-band changes of namespaces.
 
 mod ana;
+mod clock;
 mod connection;
 mod directory;
 mod queue;
@@ -32,6 +33,7 @@ use crate::NvmeDisk;
 use crate::core::{self, ControlLoop, ExportedDisk};
 
 pub use ana::NvmeTcpAna;
+pub use clock::ControllerClock;
 pub use directory::PortDirectory;
 pub use queue::{NvmeTcpQueueSession, NvmeTcpQueueSetup};
 pub use session::{NVME_TCP_STATE_VERSION, NvmeTcpError, NvmeTcpRecord, NvmeTcpSession, NvmeTcpState, NvmeTcpView};
@@ -77,6 +79,8 @@ pub struct NvmeTcpDisk {
     pub(crate) ana: Option<Arc<NvmeTcpAna>>,
     /// The first of its controller identifiers.
     pub(crate) first_controller: u16,
+    /// A random number, for cross-controller resets; unset without them.
+    pub(crate) instance_seed: Option<u64>,
 }
 
 impl NvmeTcpDisk {
@@ -103,6 +107,8 @@ impl NvmeTcpDisk {
             ports: Arc::default(),
             ana: None,
             first_controller: 1,
+            // The standard library draws its keys from the system.
+            instance_seed: Some(RandomState::new().hash_one(())),
         }
     }
 
@@ -173,6 +179,13 @@ impl NvmeTcpDisk {
     pub fn with_first_controller(self, first_controller: u16) -> NvmeTcpDisk {
         assert!((1..=NvmeTcpDisk::FIRST_CONTROLLER_MAX).contains(&first_controller), "{first_controller}");
         NvmeTcpDisk { first_controller, ..self }
+    }
+
+    /// The same with this in place of a random number, different for each port and process; unset without
+    /// cross-controller resets. For simulations, which are to be repeatable.
+    #[must_use]
+    pub fn with_instance_seed(self, instance_seed: Option<u64>) -> NvmeTcpDisk {
+        NvmeTcpDisk { instance_seed, ..self }
     }
 
     /// Whether it has hosts whose connections are encrypted.
@@ -308,7 +321,6 @@ fn subsystem_options(disk: &NvmeTcpDisk) -> SubsystemOptions {
         controllers_max: CONTROLLERS_MAX,
         admin_entries: ADMIN_ENTRIES,
         discovery: Vec::new(),
-        // The standard library draws its keys from the system.
-        instance_seed: Some(RandomState::new().hash_one(disk.first_controller)),
+        instance_seed: disk.instance_seed,
     }
 }

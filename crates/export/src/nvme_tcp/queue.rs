@@ -12,7 +12,6 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Instant;
 
 use blkyard_mem::{GATHER_MAX, RegionTable};
 use blkyard_mq::{Bio, SignalEventfd};
@@ -21,6 +20,7 @@ use blkyard_nvme::tcp::{SendList, TcpEnd, TcpIoQueue};
 use blkyard_sys::{Epoll, EventFd, EventFlags, Registered};
 
 use super::TRANSFER_BYTES;
+use super::clock::ControllerClock;
 use super::directory::HostHold;
 use super::socket::{Arrived, BufferedSocket};
 use crate::core::{BioFeed, ExportLog, QueueSession, QueueSignals, RingView};
@@ -127,8 +127,8 @@ pub struct NvmeTcpQueueSetup {
     /// The regions that bios point into.
     pub(crate) table: Arc<RegionTable>,
     pub(crate) ended: Arc<EndedQueues>,
-    /// Start of the clock of the controllers.
-    pub(crate) began: Instant,
+    /// The clock of the controllers.
+    pub(crate) clock: ControllerClock,
     /// Where the queue notes the devices that have its commands, once its association has ended.
     pub(crate) devices: Arc<AtomicU64>,
     /// What its host has to wait for.
@@ -146,7 +146,7 @@ pub struct NvmeTcpQueueSession {
     table: Arc<RegionTable>,
     ended: Arc<EndedQueues>,
     is_broken: bool,
-    began: Instant,
+    clock: ControllerClock,
     /// Whether its association has ended, and no command is executed any more.
     has_expired: bool,
     devices: Arc<AtomicU64>,
@@ -167,7 +167,7 @@ impl QueueSession for NvmeTcpQueueSession {
     const SEGMENTS: usize = TRANSFER_BYTES as usize / 4096 + 1;
 
     fn start(setup: NvmeTcpQueueSetup) -> Result<NvmeTcpQueueSession, String> {
-        let NvmeTcpQueueSetup { name, number, log, slot, table, ended, began, devices, hold } = setup;
+        let NvmeTcpQueueSetup { name, number, log, slot, table, ended, clock, devices, hold } = setup;
         // All of them, as far as is known.
         devices.store(u64::MAX, Relaxed);
         let take = |slot: &TcpQueueSlot| slot.lock().unwrap_or_else(PoisonError::into_inner).take();
@@ -181,7 +181,7 @@ impl QueueSession for NvmeTcpQueueSession {
             table,
             ended,
             is_broken: false,
-            began,
+            clock,
             has_expired: false,
             devices,
             hold,
@@ -249,7 +249,7 @@ impl QueueSession for NvmeTcpQueueSession {
         let Some(state) = self.state.as_deref_mut() else { return false };
         // A queue that is to drain receives nothing more.
         let mut is_busy = most > 0 && !state.is_over && state.receive();
-        if is_past(self.began, state.queue.serves_until_ns()) {
+        if is_past(&self.clock, state.queue.serves_until_ns()) {
             self.expire(feed);
             return false;
         }
@@ -368,9 +368,9 @@ impl NvmeTcpQueueSession {
 /// an association that ended meanwhile. Called after the bytes were read, so that only a stop between this and the
 /// device's system call is not noticed, and that only with commands from before it.
 #[inline]
-fn is_past(began: Instant, until_ns: u64) -> bool {
+fn is_past(clock: &ControllerClock, until_ns: u64) -> bool {
     // An association without a keep-alive timer costs no reading of the clock.
-    until_ns < u64::MAX && began.elapsed().as_nanos() >= u128::from(until_ns)
+    until_ns < u64::MAX && clock.now_ns() >= until_ns
 }
 
 impl TcpQueueState {

@@ -14,6 +14,7 @@ mod connections;
 mod handover;
 mod queues;
 mod resets;
+mod simulation;
 
 use std::collections::BTreeMap;
 use std::io;
@@ -33,6 +34,7 @@ use blkyard_sys::{Epoll, EventFlags, Registered};
 
 pub use self::handover::{NVME_TCP_STATE_VERSION, NvmeTcpRecord, NvmeTcpState};
 use self::resets::PortResets;
+use super::clock::ControllerClock;
 use super::connection::TargetConnection;
 use super::directory::{HostHold, PortMailbox};
 use super::queue::{EndedQueues, NvmeTcpQueueSession, TcpQueueSlot};
@@ -165,7 +167,7 @@ pub struct NvmeTcpSession {
     queue_bytes: u64,
     /// Keeps the memory mapped for the devices.
     _mappings: Vec<DmaMapping>,
-    began: Instant,
+    clock: ControllerClock,
     accepts_from: Option<Instant>,
     /// Next look at queues that drain or flush.
     drain_at: Option<Instant>,
@@ -220,7 +222,7 @@ impl NvmeTcpSession {
             table: Arc::new(RegionTable::new(vec![region])),
             queue_bytes,
             _mappings: mappings,
-            began: now,
+            clock: ControllerClock::since(now),
             accepts_from: None,
             drain_at: None,
             drains_since: now,
@@ -228,11 +230,11 @@ impl NvmeTcpSession {
     }
 
     fn now_ns(&self, now: Instant) -> u64 {
-        (now - self.began).as_nanos() as u64
+        self.clock.ns_of(now)
     }
 
     fn work(&mut self) -> Result<bool, NvmeTcpError> {
-        let now = Instant::now();
+        let now = self.clock.now();
         let now_ns = self.now_ns(now);
         let overdue = self.subsystem.associations().filter(|(_, one)| one.controller.is_overdue(now_ns));
         // Before any command: this process may have been stopped, and a host that counts on time comes back.
@@ -338,7 +340,7 @@ impl FrontEndSession for NvmeTcpSession {
     fn deadline(&self) -> Option<Instant> {
         let timers = self.subsystem.associations().filter(|(id, _)| !self.ending.contains_key(id));
         let timers = timers.filter_map(|(_, association)| association.controller.deadline_ns());
-        let timers = timers.map(|until_ns| self.began + Duration::from_nanos(until_ns));
+        let timers = timers.map(|until_ns| self.clock.began() + Duration::from_nanos(until_ns));
         let connections = self.connections.values().filter_map(|connection| connection.until);
         timers.chain(connections).chain(self.accepts_from).chain(self.drain_at).min()
     }
@@ -351,7 +353,7 @@ impl FrontEndSession for NvmeTcpSession {
         self.suspend_all().map_err(|error| error.to_string())?;
         let changed = self.config.change(device, info);
         self.subsystem.set_namespaces(&self.config.disk.table());
-        let now = Instant::now();
+        let now = self.clock.now();
         let ids: Vec<_> = self.subsystem.associations().map(|(id, _)| id).collect();
         for id in ids {
             self.advance(id, now).map_err(|error| error.to_string())?;

@@ -67,17 +67,25 @@ struct SocketTls {
 }
 
 impl BufferedSocket {
-    /// A socket, made non-blocking, without delay of short segments, and broken two minutes after its peer is gone.
+    /// Sets the options of an accepted socket: no delay of short segments, and broken two minutes after its peer is
+    /// gone.
+    ///
+    /// # Errors
+    /// The socket is gone.
+    pub(crate) fn set_options(stream: &TcpStream) -> io::Result<()> {
+        stream.set_nodelay(true)?;
+        sockopt::set_socket_keepalive(stream, true)?;
+        sockopt::set_tcp_keepidle(stream, ASKED_AFTER)?;
+        sockopt::set_tcp_keepintvl(stream, ASKED_AGAIN)?;
+        Ok(sockopt::set_tcp_keepcnt(stream, ASKED_TIMES)?)
+    }
+
+    /// A socket, made non-blocking.
     ///
     /// # Errors
     /// The socket is gone.
     pub(crate) fn new(stream: TcpStream) -> io::Result<BufferedSocket> {
         stream.set_nonblocking(true)?;
-        stream.set_nodelay(true)?;
-        sockopt::set_socket_keepalive(&stream, true)?;
-        sockopt::set_tcp_keepidle(&stream, ASKED_AFTER)?;
-        sockopt::set_tcp_keepintvl(&stream, ASKED_AGAIN)?;
-        sockopt::set_tcp_keepcnt(&stream, ASKED_TIMES)?;
         let (input, output) = (Vec::new(), Vec::new());
         Ok(BufferedSocket { stream, input, unread: 0..0, dropped: 0, output, sent: 0, is_broken: false, tls: None })
     }

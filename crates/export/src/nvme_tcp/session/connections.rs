@@ -1,6 +1,7 @@
 //! Connections of an export's control path: accepted, connected to a controller, ended.
 
 use std::io;
+use std::net::{SocketAddr, TcpStream};
 use std::time::Instant;
 
 use blkyard_nvme::fabrics::{
@@ -13,6 +14,7 @@ use blkyard_sys::EventFlags;
 use blkyard_tls::TlsError;
 
 use super::super::connection::{AfterAuth, ConnectionPhase, TargetConnection, WaitingConnect};
+use super::super::socket::BufferedSocket;
 use super::super::{ADMIN_ENTRIES, TRANSFER_BYTES, discovery_entries};
 use super::{ACCEPT_PAUSE, ACCEPTS_MAX, NEW_MAX, NvmeTcpError, NvmeTcpSession};
 use crate::core::ExportLog;
@@ -25,26 +27,18 @@ impl NvmeTcpSession {
     pub(super) fn accept(&mut self, now: Instant) -> Result<(), NvmeTcpError> {
         for _ in 0..ACCEPTS_MAX {
             let accepted = match self.listener.get().accept() {
-                Ok(accepted) => {
-                    TargetConnection::accept(accepted, self.config.disk.tls.as_ref(), &self.set, self.next, now)
-                }
+                Ok((stream, peer)) => self.admit(stream, peer, now),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
                 // The peer was faster.
                 Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => continue,
                 Err(error) => Err(error),
             };
-            match accepted {
-                Ok(connection) => {
-                    self.connections.insert(self.next, connection);
-                    self.next += 1;
-                }
-                Err(error) => {
-                    let cure = "check the limit on open files";
-                    self.log.warn(format_args!("a connection could not be accepted: {error}; {cure}"));
-                    self.accepts_from = Some(now + ACCEPT_PAUSE);
-                    let _ = self.listener.set_events(EventFlags::empty());
-                    return Ok(());
-                }
+            if let Err(error) = accepted {
+                let cure = "check the limit on open files";
+                self.log.warn(format_args!("a connection could not be accepted: {error}; {cure}"));
+                self.accepts_from = Some(now + ACCEPT_PAUSE);
+                let _ = self.listener.set_events(EventFlags::empty());
+                return Ok(());
             }
             // Who is not authenticated may be anybody.
             let is_new =
@@ -55,6 +49,26 @@ impl NvmeTcpSession {
                 self.drop_connection(oldest)?;
             }
         }
+        Ok(())
+    }
+
+    fn admit(&mut self, stream: TcpStream, peer: SocketAddr, now: Instant) -> io::Result<()> {
+        BufferedSocket::set_options(&stream)?;
+        let local = stream.local_addr()?;
+        self.add_connection(stream, [local, peer], now)
+    }
+
+    /// Adds a connection, local and peer's address.
+    pub(super) fn add_connection(
+        &mut self,
+        stream: TcpStream,
+        addresses: [SocketAddr; 2],
+        now: Instant,
+    ) -> io::Result<()> {
+        let tls = self.config.disk.tls.as_ref();
+        let connection = TargetConnection::accept((stream, addresses), tls, &self.set, self.next, now)?;
+        self.connections.insert(self.next, connection);
+        self.next += 1;
         Ok(())
     }
 
@@ -227,7 +241,7 @@ impl NvmeTcpSession {
     /// Closes a connection at once.
     pub(super) fn drop_connection(&mut self, token: u64) -> Result<(), NvmeTcpError> {
         let Some(connection) = self.connections.remove(&token) else { return Ok(()) };
-        self.left(connection.phase, Instant::now())
+        self.left(connection.phase, self.clock.now())
     }
 
     /// A connection in this phase has ended.

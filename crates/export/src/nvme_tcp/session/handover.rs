@@ -20,6 +20,7 @@ use blkyard_nvme::tcp::{TcpAdminQueue, TcpDataMemory, TcpIoQueue, TcpQueueSnapsh
 use blkyard_nvme::{AnaSnapshot, SubsystemSnapshot};
 use serde::{Deserialize, Serialize};
 
+use super::super::clock::ControllerClock;
 use super::super::connection::{ConnectionPhase, TargetConnection};
 use super::super::queue::TcpQueueState;
 use super::super::socket::BufferedSocket;
@@ -110,7 +111,7 @@ impl NvmeTcpSession {
     /// Brings the export to rest.
     pub(super) fn rest(&mut self) -> Result<(), NvmeTcpError> {
         loop {
-            let now = Instant::now();
+            let now = self.clock.now();
             // What other ports ask for, before they rest.
             self.read_mail(now)?;
             self.end_authentications(now)?;
@@ -189,12 +190,12 @@ impl NvmeTcpSession {
             connections: records,
             bytes: bytes.len() as u64,
         };
-        Ok(NvmeTcpState { began: self.began, record, files })
+        Ok(NvmeTcpState { began: self.clock.began(), record, files })
     }
 
     /// Continues at rest, here or after a handover: starts the queues, and handles what was received.
     pub(super) fn proceed(&mut self) -> Result<(), NvmeTcpError> {
-        let now = Instant::now();
+        let now = self.clock.now();
         for number in 0..self.queues.len() {
             self.finish_queue(number, now)?;
         }
@@ -219,7 +220,7 @@ impl NvmeTcpSession {
         let said = |error: io::Error| error.to_string();
         let NvmeTcpState { began, record, files } = state;
         let mut session = NvmeTcpSession::new(listener, config, log).map_err(said)?;
-        session.began = began;
+        session.clock = ControllerClock::since(began);
         session.subsystem.restore(&record.subsystem).map_err(|error| error.to_string())?;
         session.resets.restore(&record.ended);
         if let (Some(ana), Some(saved)) = (&session.config.disk.ana, &record.ana)
@@ -253,7 +254,7 @@ impl NvmeTcpSession {
         bytes: &mut &[u8],
     ) -> Result<(), String> {
         const INVALID: &str = "the state of a connection is invalid";
-        let (now, said) = (Instant::now(), |error: io::Error| error.to_string());
+        let (now, said) = (self.clock.now(), |error: io::Error| error.to_string());
         let rest = |socket: &mut BufferedSocket, bytes: &mut &[u8]| -> Result<(), String> {
             let mut input = saved.queue.take_input(bytes).ok_or(INVALID)?.to_vec();
             input.extend(take(bytes, saved.unread)?);
@@ -293,7 +294,9 @@ impl NvmeTcpSession {
         let peer = saved.peer.filter(|_| is_known).ok_or(INVALID)?;
         let queue = TcpAdminQueue::restore(TargetConnection::OPTIONS, open, &saved.queue, bytes).ok_or(INVALID)?;
         rest(&mut socket, bytes)?;
-        let mut connection = TargetConnection::with(socket, peer, queue, &self.set, self.next, now).map_err(said)?;
+        let addresses = [socket.stream().local_addr().map_err(said)?, peer];
+        let connection = TargetConnection::with(socket, addresses, queue, &self.set, self.next, now);
+        let mut connection = connection.map_err(said)?;
         if open.is_some() {
             (connection.phase, connection.until) = (phase, None);
         }

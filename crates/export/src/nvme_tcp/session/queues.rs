@@ -55,7 +55,7 @@ impl NvmeTcpSession {
             self.queues[number] = None;
             self.disconnect(id, qid);
         }
-        self.drain_from(Instant::now());
+        self.drain_from(self.clock.now());
     }
 
     /// Adds a queue of a controller.
@@ -126,7 +126,7 @@ impl NvmeTcpSession {
             slot,
             table: Arc::clone(&self.table),
             ended: Arc::clone(self.ended.get()),
-            began: self.began,
+            clock: self.clock.clone(),
         }
     }
 
@@ -144,7 +144,7 @@ impl NvmeTcpSession {
         if let IoQueueState::Running = queue.state {
             queue.state = IoQueueState::Draining(self.config.queues[number].suspend()?);
         }
-        self.drain_from(Instant::now());
+        self.drain_from(self.clock.now());
         Ok(())
     }
 
