@@ -47,7 +47,8 @@ pub(crate) struct DaemonConfig {
     pub(crate) merging: bool,
 }
 
-struct NoWake;
+/// Wakes no thread: the world runs all lanes.
+pub(crate) struct NoWake;
 
 impl Wake for NoWake {
     fn wake(&self) {}

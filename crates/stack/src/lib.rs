@@ -2,8 +2,9 @@
 //! NVMe/TCP, a network, a target and its device, in virtual time.
 //!
 //! The machines are the product's. What stands for the outside is here: the network (`network`), a lane's kernel
-//! (`lane`), sockets and clock of control sides (`socket`), the guest (`guest`) and the device (`medium`); and
-//! the glue of a target (`target`) and of a daemon (`daemon`), which the product has on threads.
+//! (`lane`) and that of a target (`stream`), sockets and clock of control sides (`socket`), the guest (`guest`) and the
+//! device (`medium`); the process of a target (`target`); and the glue of a daemon (`daemon`), which the product has
+//! on threads.
 //!
 //! Faults are drawn from a seed. Two oracles judge: no acknowledged write is lost or overwritten by an earlier one
 //! (`oracle`), and every request ends within its bound. The same seed gives the same run.
@@ -18,6 +19,7 @@ mod network;
 mod options;
 mod oracle;
 mod socket;
+mod stream;
 mod target;
 mod world;
 

@@ -63,7 +63,7 @@ fn main() -> ExitCode {
     }
     if !alone {
         println!(
-            "{worlds} worlds, {ios} requests, {failed} of them failed, {ghosts} late writes, {hedges} hedged reads of which \
+            "{worlds} worlds, {ios} requests, {failed} of them failed, {ghosts} late pieces, {hedges} hedged reads of which \
              {hedges_won} were first, {handovers} daemons replaced, faults by kind {faults:?}, all well"
         );
     }

@@ -11,6 +11,7 @@ use blkyard_mq::{Batch, BioFlags, Done, Driver, Op, Shortage, Status, Tag};
 use blkyard_sim::Rng;
 
 use crate::network::fold;
+use crate::oracle::version_of;
 
 /// Bytes of a sector.
 pub(crate) const SECTOR: usize = 512;
@@ -82,6 +83,11 @@ impl Medium {
     /// Whether it has no request.
     pub(crate) fn is_idle(&self) -> bool {
         self.commands.is_empty()
+    }
+
+    /// Whether it has a request other than a flush.
+    pub(crate) fn has_data(&self) -> bool {
+        self.commands.iter().any(|command| command.op != Op::Flush)
     }
 
     /// Executes nothing until then, and what it has by then in any order.
@@ -195,18 +201,29 @@ impl Medium {
 pub(crate) struct MediumQueue {
     medium: Rc<RefCell<Medium>>,
     in_flight: Vec<(u64, Tag)>,
+    /// Version of the last write of its connection; unset if writes may come in any order.
+    last_version: Option<u64>,
 }
 
 impl MediumQueue {
-    pub(crate) fn new(medium: &Rc<RefCell<Medium>>) -> MediumQueue {
-        MediumQueue { medium: Rc::clone(medium), in_flight: Vec::new() }
+    /// A queue. Whether `judges_order`, the writes of each connection must come in the order of their versions.
+    pub(crate) fn new(medium: &Rc<RefCell<Medium>>, judges_order: bool) -> MediumQueue {
+        MediumQueue { medium: Rc::clone(medium), in_flight: Vec::new(), last_version: judges_order.then_some(0) }
+    }
+
+    /// A write begins with this sector.
+    fn judge(&mut self, sector: &[u8]) {
+        if let Some(last_version) = &mut self.last_version {
+            let version = version_of(sector).1;
+            let last = std::mem::replace(last_version, version);
+            assert!(last < version, "write {version} came behind write {last} on one queue");
+        }
     }
 }
 
 impl Driver<()> for MediumQueue {
     fn queue_rqs(&mut self, (): &mut (), memory: &RegionTable, batch: &mut Batch<'_>) {
         let now_ns = batch.now_ns();
-        let mut medium = self.medium.borrow_mut();
         while !batch.is_empty() {
             if self.in_flight.len() >= RING {
                 return batch.short_of(Shortage::Device);
@@ -222,6 +239,10 @@ impl Driver<()> for MediumQueue {
                     span.copy_to_slice(&mut data[start..]);
                 }
             }
+            if op == Op::Write {
+                self.judge(&data[..SECTOR]);
+            }
+            let mut medium = self.medium.borrow_mut();
             let mut due_ns = now_ns + EXECUTION_NS + medium.rng.below(JITTER_NS);
             if medium.rng.below(SLOW_EVERY) == 0 {
                 due_ns += medium.rng.below(SLOW_NS);
@@ -231,6 +252,11 @@ impl Driver<()> for MediumQueue {
             medium.commands.push(Command { number, due_ns, op, sector, sectors, data, fua, clock });
             self.in_flight.push((number, tag));
         }
+    }
+
+    /// Each connection begins with it.
+    fn set_memory(&mut self, (): &mut (), _memory: &RegionTable) {
+        self.last_version = self.last_version.map(|_| 0);
     }
 
     fn poll(&mut self, (): &mut (), memory: &RegionTable, done: &mut Done<'_>, _now_ns: u64) {

@@ -37,7 +37,7 @@ fn honest_worlds_with_all_faults_come_to_a_good_end() {
         handovers += result.handovers;
         assert_eq!(result.failed, 0, "seed {seed}: a request failed though all faults end");
     }
-    assert!(faults.iter().all(|count| *count > 20) && ghosts > 0, "{faults:?}, {ghosts} late writes");
+    assert!(faults.iter().all(|count| *count > 20) && ghosts > 0, "{faults:?}, {ghosts} late pieces");
     assert!(
         hedges_won > 20 && handovers > 5,
         "{hedges_won} hedged reads came first, {handovers} daemons were replaced"
@@ -84,7 +84,7 @@ const STALLS: &str = "paths=2 resets=0 blocks=6 keep_alive_ms=1000 timeout_ms=10
 
 #[test]
 fn a_stopped_target_that_goes_on_with_its_past_is_found() {
-    assert!(is_found(&format!("mutation=no-deadline kinds=14 {STALLS}")));
+    assert!(is_found(&format!("mutation=no-deadline kinds=12 ios=400 rings=2 {STALLS}")));
     assert!(!is_found(&format!("mutation=no-hold kinds=14 {STALLS}")), "the look at the timer suffices");
 }
 
