@@ -18,6 +18,7 @@ mod answers;
 mod ending;
 mod error;
 mod io_errors;
+mod notify;
 mod ports;
 mod qemu;
 mod ready;

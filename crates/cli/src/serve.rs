@@ -32,6 +32,7 @@ use crate::daemon::{
 use crate::ending::{Parts, StopToken, supervise};
 use crate::io_errors::{ErrorLog, tell_rest};
 use crate::log::{self, LogFormat, say};
+use crate::notify;
 use crate::plan::{Plan, Settings, Word, from_file, from_words, unserved};
 use crate::ports::SubsystemPorts;
 use crate::qemu::{self, QemuDisk};
@@ -308,6 +309,7 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
     };
     let tracking = LatencyTrackers::start(&daemon)?;
     say("ready");
+    notify::ready();
 
     let mut errors = ErrorLog::new(daemon.devices.len());
     let resize_log = Arc::new(daemon.devices.iter().map(|_| Mutex::default()).collect::<Vec<_>>());

@@ -2,10 +2,12 @@
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Ipv4Addr, TcpListener};
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
 
 use crate::common::{Daemon, PATIENCE, Process, inspect, inspect_at, program, run, succeed, wait_until};
 
@@ -447,4 +449,27 @@ fn the_log_keeps_its_format_unless_another_is_given() {
         let log = std::fs::read_to_string(folder.join(log)).unwrap();
         assert!(!log.is_empty() && log.lines().all(|line| line.starts_with('{') == is_json), "{log}");
     }
+}
+
+#[test]
+fn a_service_manager_is_told_of_a_daemon_and_of_its_successor() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let manager = UnixDatagram::bind(folder.join("manager")).unwrap();
+    manager.set_read_timeout(Some(PATIENCE)).unwrap();
+    let start = |arguments: &[&str]| {
+        let mut command = program(folder, arguments);
+        let quiet = command.env("NOTIFY_SOCKET", folder.join("manager")).stdout(Stdio::null());
+        let process = Process::spawn(quiet);
+        let mut said = [0; 64];
+        let length = manager.recv(&mut said).unwrap();
+        assert_eq!(String::from_utf8_lossy(&said[..length]), format!("READY=1\nMAINPID={}", process.0.id()));
+        process
+    };
+    let device = ["--device", "null:1G", "--export", "vhost-user-blk:s", "--control", "c"];
+    let mut old = start(&[&["serve"], &device[..]].concat());
+    let mut new = start(&["serve", "--takeover", "c"]);
+    assert!(old.ended().success(), "the old daemon fails");
+    new.signal(Signal::TERM);
+    assert!(new.ended().success(), "the new daemon fails");
 }
