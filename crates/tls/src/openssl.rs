@@ -14,8 +14,8 @@ use crate::TlsError;
 /// The suite that goes with keys whose hash is SHA-256, the only one for which OpenSSL takes a key from a callback.
 const SUITE: &str = "TLS_AES_128_GCM_SHA256";
 
-/// Bytes that wait to be sent, at most: above what owners write at once. Each renewal of keys that the other end asks for
-/// is answered, so one that takes no answers would fill the memory.
+/// Bytes that wait to be sent, at most: above what owners write at once. Each renewal of keys that the other end asks
+/// for is answered, so one that takes no answers would fill the memory.
 const OUTGOING_MAX: usize = 1 << 20;
 
 /// What a client has named itself.
