@@ -289,13 +289,27 @@ impl<D> HwQueueSet<D> {
         self.queues.iter_mut().map(|hw| hw.issue(cx, now_ns)).fold(0, usize::saturating_add)
     }
 
-    /// Takes the memory of the first session that runs. No bio is in the queues.
+    /// Takes the memory of the first session that runs.
     pub(super) fn set_memory<Cx: ?Sized>(&mut self, cx: &mut Cx, session: &impl QueueSession)
     where
         D: Driver<Cx>,
     {
         self.memory_version = session.memory_version();
-        self.queues.iter_mut().for_each(|hw| hw.set_memory(cx, Arc::clone(session.memory())));
+        self.replace_memory(cx, session.memory());
+    }
+
+    /// Replaces the memory while no session runs. The flush of a member at rest may be in flight: it names no memory.
+    fn replace_memory<Cx: ?Sized>(&mut self, cx: &mut Cx, memory: &Arc<RegionTable>)
+    where
+        D: Driver<Cx>,
+    {
+        for hw in &mut self.queues {
+            if hw.is_idle() {
+                hw.set_memory(cx, Arc::clone(memory));
+            } else {
+                hw.change_memory(cx, Arc::clone(memory));
+            }
+        }
     }
 
     /// Takes the memory of a session under bios in flight, if it is newer.
@@ -309,14 +323,13 @@ impl<D> HwQueueSet<D> {
         }
     }
 
-    /// Drops the memory. No bio is in the queues.
+    /// Drops the memory: no session runs.
     pub(super) fn clear_memory<Cx: ?Sized>(&mut self, cx: &mut Cx)
     where
         D: Driver<Cx>,
     {
         self.memory_version = 0;
-        let empty = Arc::new(RegionTable::default());
-        self.queues.iter_mut().for_each(|hw| hw.set_memory(cx, Arc::clone(&empty)));
+        self.replace_memory(cx, &Arc::new(RegionTable::default()));
     }
 
     pub(super) fn arm<Cx: ?Sized>(&mut self) -> bool

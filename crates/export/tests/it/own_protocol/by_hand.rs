@@ -245,3 +245,25 @@ fn flush_in_flight_answers_no_later_request() {
     assert!(ends[3] >= 300, "it was in flight when the last was requested: {ends:?}");
     assert!(ends[3] < 320, "one more is enough: {ends:?}");
 }
+
+#[test]
+fn others_stop_and_start_during_the_flush_of_a_member_at_rest() {
+    // The other thread of a command may take many rounds.
+    const LATENCY_NS: u64 = 3_600_000 * MS;
+    let mut members = Members::new(LATENCY_NS, &[]);
+    let remotes = std::mem::take(&mut members.remotes);
+    members.asking(|| remotes[0].suspend().unwrap().wait().unwrap());
+    let flush = remotes[0].begin_flush().unwrap();
+    members.turns(2);
+    let base = members.asking(|| remotes[1].suspend().unwrap().wait().unwrap()).unwrap();
+    let ring = Arc::clone(&members.rings[1]);
+    members.asking(|| remotes[1].run((ring, base)).unwrap().unwrap());
+    assert_eq!(flush.wait_until(Some(Instant::now())).unwrap(), None, "it is in flight all the time");
+    members.offer(1, 1);
+    members.turns(2);
+    members.now_ns += LATENCY_NS;
+    members.turns(2);
+    assert_eq!(members.completed(1), 1);
+    assert_eq!(flush.wait_until(Some(Instant::now())).unwrap(), Some(true));
+    members.end(&remotes[1..]);
+}
