@@ -122,8 +122,7 @@ pub struct NvmeTcpQueueSetup {
     pub(crate) name: String,
     pub(crate) number: usize,
     pub(crate) log: Arc<ExportLog>,
-    /// Unset for a session without a connection, which only flushes earlier writes.
-    pub(crate) slot: Option<TcpQueueSlot>,
+    pub(crate) slot: TcpQueueSlot,
     /// The regions that bios point into.
     pub(crate) table: Arc<RegionTable>,
     pub(crate) ended: Arc<EndedQueues>,
@@ -141,8 +140,8 @@ pub struct NvmeTcpQueueSession {
     number: usize,
     log: Arc<ExportLog>,
     /// Slot to return the queue to when it stops.
-    slot: Option<TcpQueueSlot>,
-    state: Option<Box<TcpQueueState>>,
+    slot: TcpQueueSlot,
+    state: Box<TcpQueueState>,
     table: Arc<RegionTable>,
     ended: Arc<EndedQueues>,
     is_broken: bool,
@@ -170,8 +169,7 @@ impl QueueSession for NvmeTcpQueueSession {
         let NvmeTcpQueueSetup { name, number, log, slot, table, ended, clock, devices, hold } = setup;
         // All of them, as far as is known.
         devices.store(u64::MAX, Relaxed);
-        let take = |slot: &TcpQueueSlot| slot.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let state = slot.as_ref().map(|slot| take(slot).ok_or("the queue is not there")).transpose()?;
+        let state = slot.lock().unwrap_or_else(PoisonError::into_inner).take().ok_or("the queue is not there")?;
         Ok(NvmeTcpQueueSession {
             name,
             number,
@@ -199,7 +197,7 @@ impl QueueSession for NvmeTcpQueueSession {
     }
 
     fn kick(&self) -> Option<BorrowedFd<'_>> {
-        self.state.as_ref().map(|state| state.kick.as_fd())
+        Some(self.state.kick.as_fd())
     }
 
     fn lose_kick(&mut self, error: &io::Error) {
@@ -246,7 +244,7 @@ impl QueueSession for NvmeTcpQueueSession {
 
     #[inline]
     fn fetch<D>(&mut self, feed: &mut BioFeed<'_, D, Self>, most: usize, _device_idle: bool) -> bool {
-        let Some(state) = self.state.as_deref_mut() else { return false };
+        let state = &mut *self.state;
         // A queue that is to drain receives nothing more.
         let mut is_busy = most > 0 && !state.is_over && state.receive();
         if is_past(&self.clock, state.queue.serves_until_ns()) {
@@ -281,20 +279,17 @@ impl QueueSession for NvmeTcpQueueSession {
 
     #[inline]
     fn end(&mut self, bio: &Bio, slot: u16) {
-        let Some(state) = &mut self.state else { unreachable!("without a queue there are no commands") };
-        state.queue.end(slot, bio.status);
+        self.state.queue.end(slot, bio.status);
     }
 
     #[inline]
     fn publish<Cx: ?Sized + SignalEventfd>(&mut self, _signals: &mut QueueSignals<'_, Cx>) {
-        if let Some(state) = &mut self.state {
-            state.send();
-        }
+        self.state.send();
     }
 
     #[inline]
     fn end_round<Cx: ?Sized + SignalEventfd>(&mut self, _signals: &mut QueueSignals<'_, Cx>) -> bool {
-        let Some(state) = self.state.as_deref_mut() else { return false };
+        let state = &mut *self.state;
         if state.is_over {
             self.devices.store(state.queue.devices_out(), Relaxed);
             return false;
@@ -315,27 +310,22 @@ impl QueueSession for NvmeTcpQueueSession {
 
     /// Bytes that come later signal the kick, and so does room for bytes in a full socket.
     fn arm(&mut self) -> bool {
-        let Some(state) = self.state.as_deref_mut().filter(|state| !state.is_over) else { return false };
-        state.queue.has_ready() || state.has_news() || state.receive()
+        let state = &mut *self.state;
+        !state.is_over && (state.queue.has_ready() || state.has_news() || state.receive())
     }
 
     fn disarm(&mut self) {}
 
     fn rest<Cx: ?Sized + SignalEventfd>(mut self, _signals: &mut QueueSignals<'_, Cx>) {
-        if let Some(state) = &mut self.state {
-            state.send();
-        }
-        if let Some(slot) = &self.slot {
-            *slot.lock().unwrap_or_else(PoisonError::into_inner) = self.state.take();
-        }
+        self.state.send();
+        *self.slot.lock().unwrap_or_else(PoisonError::into_inner) = Some(self.state);
     }
 
     fn view(&self) -> RingView {
-        let queue = self.state.as_ref().map(|state| &state.queue);
         RingView {
-            size: queue.map_or(0, TcpIoQueue::entries),
+            size: self.state.queue.entries(),
             next: 0,
-            in_flight: queue.map_or(0, |queue| queue.in_flight() as u16),
+            in_flight: self.state.queue.in_flight() as u16,
             is_recorded: false,
             is_broken: self.is_broken,
         }
@@ -354,10 +344,8 @@ impl NvmeTcpQueueSession {
 
     #[cold]
     fn close(&mut self) {
-        if let Some(state) = &mut self.state {
-            state.queue.abandon(TcpEnd::Closed);
-            self.ended.push(self.number);
-        }
+        self.state.queue.abandon(TcpEnd::Closed);
+        self.ended.push(self.number);
     }
 }
 

@@ -127,18 +127,9 @@ struct EndingAssociation {
 struct RunningFlush {
     controller: u16,
     number: u64,
-    queue: usize,
     pending: PendingFlush,
-    /// The session without a connection that runs for it.
-    session: Option<FlushSession>,
     /// Whether another one of them has failed.
     has_failed: bool,
-}
-
-/// A session without a connection. It ends with its flush.
-struct FlushSession {
-    started: QueueStart,
-    suspension: Suspension<()>,
 }
 
 /// The control path of an export.
@@ -390,10 +381,7 @@ impl FrontEndSession for NvmeTcpSession {
     }
 
     fn end(mut self, end: &SessionEnd<NvmeTcpError>) -> (NvmeTcpExport, Result<(), NvmeTcpError>) {
-        let mut ended = self.suspend_all();
-        for session in self.flushes.drain(..).filter_map(|flush| flush.session) {
-            ended = ended.and(session.suspension.wait().map(drop).map_err(NvmeTcpError::from));
-        }
+        let ended = self.suspend_all();
         self.connections.clear();
         self.queues.clear();
         self.ending.iter().for_each(|(id, ending)| _ = ending.hold.set(*id, 0));

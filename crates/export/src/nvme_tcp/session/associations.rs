@@ -7,9 +7,7 @@ use std::time::Instant;
 use blkyard_nvme::{ControllerQueueCommand, ControllerRequest, KEEP_ALIVE_LATE_NS};
 
 use super::super::connection::{AfterAuth, ConnectionPhase, TargetConnection};
-use super::{
-    EndingAssociation, FlushSession, IoQueueState, NvmeTcpError, NvmeTcpSession, RunningFlush, ServedConnection,
-};
+use super::{EndingAssociation, IoQueueState, NvmeTcpError, NvmeTcpSession, RunningFlush, ServedConnection};
 use crate::core::drain_poll;
 
 impl NvmeTcpSession {
@@ -147,48 +145,26 @@ impl NvmeTcpSession {
             |queue: &ServedConnection| queue.controller == controller && !matches!(queue.state, IoQueueState::Stopped);
         let places = 0..self.queues.len();
         let mut queues: Vec<_> = places.filter(|place| self.queues[*place].as_ref().is_some_and(may_write)).collect();
-        let runs = |place: &usize| {
-            self.queues[*place].as_ref().is_some_and(|queue| matches!(queue.state, IoQueueState::Running))
-        };
-        let mut session = None;
-        // One that drains has no session once it has, and then it flushes nothing.
-        if !queues.iter().any(runs) {
-            let running = (0..self.queues.len()).find(runs);
-            let Some(queue) = running.or_else(|| self.free_place()) else {
-                // All queues drain, which takes as long as their devices: later flushes find one.
+        if queues.is_empty() {
+            // Those that wrote have drained: any queue flushes that.
+            if let Err(why) = self.config.queues[0].open() {
+                self.log.warn(format_args!("the devices cannot be flushed: {why}"));
                 self.report_flush(controller, number, false);
                 return Ok(());
-            };
-            if running.is_none() {
-                match self.begin_run(queue, None)? {
-                    Ok(started) => session = Some(started),
-                    Err(why) => {
-                        self.log.warn(format_args!("the devices cannot be flushed: {why}"));
-                        self.report_flush(controller, number, false);
-                        return Ok(());
-                    }
-                }
             }
-            queues.push(queue);
+            queues.push(0);
         }
-        let last = queues.last().copied();
         for queue in queues {
-            let remote = &self.config.queues[queue];
-            let pending = remote.begin_flush()?;
-            let session = match session.take_if(|_| Some(queue) == last) {
-                Some(started) => Some(FlushSession { started, suspension: remote.suspend()? }),
-                None => None,
-            };
-            self.flushes.push(RunningFlush { controller, number, queue, pending, session, has_failed: false });
+            let pending = self.config.queues[queue].begin_flush()?;
+            self.flushes.push(RunningFlush { controller, number, pending, has_failed: false });
         }
         self.drain_from(self.clock.now());
         Ok(())
     }
 
-    /// A client queue without a connection, and without a session that flushes.
+    /// A client queue without a connection.
     pub(super) fn free_place(&self) -> Option<usize> {
-        let flushes = |place| self.flushes.iter().any(|flush| flush.session.is_some() && flush.queue == place);
-        (0..self.queues.len()).find(|place| self.queues[*place].is_none() && !flushes(*place))
+        self.queues.iter().position(Option::is_none)
     }
 
     pub(super) fn report_flush(&mut self, controller: u16, number: u64, is_durable: bool) {
@@ -202,18 +178,9 @@ impl NvmeTcpSession {
 
     /// Waits until then for a flush.
     pub(super) fn finish_flush(&mut self, place: usize, until: Option<Instant>) -> Result<(), NvmeTcpError> {
-        let flush = &self.flushes[place];
-        let until = match &flush.session {
-            Some(session) if !session.suspension.wait_until(until)? => return Ok(()),
-            // Its lane answers the flush at the same time.
-            Some(_) => None,
-            None => until,
-        };
-        let Some(is_durable) = flush.pending.wait_until(until)? else { return Ok(()) };
-        let RunningFlush { controller, number, session, has_failed, .. } = self.flushes.swap_remove(place);
-        // Without a session nothing was flushed.
-        let has_run = session.is_none_or(|session| matches!(session.started.try_recv(), Ok(Ok(()))));
-        let is_durable = is_durable && has_run && !has_failed;
+        let Some(is_durable) = self.flushes[place].pending.wait_until(until)? else { return Ok(()) };
+        let RunningFlush { controller, number, has_failed, .. } = self.flushes.swap_remove(place);
+        let is_durable = is_durable && !has_failed;
         let is_its = |flush: &&mut RunningFlush| (flush.controller, flush.number) == (controller, number);
         if let Some(other) = self.flushes.iter_mut().find(is_its) {
             // It reports for both.

@@ -11,7 +11,7 @@ use blkyard_nvme::{ConnectedQueue, ControllerQueueReply};
 use super::super::connection::{TargetConnection, WaitingConnect};
 use super::super::queue::{NvmeTcpQueueSetup, TcpQueueSlot, TcpQueueState};
 use super::super::queue_options;
-use super::{IoQueueState, NvmeTcpError, NvmeTcpSession, QueueStart, ServedConnection};
+use super::{IoQueueState, NvmeTcpError, NvmeTcpSession, ServedConnection};
 use crate::core::LaneGone;
 
 impl NvmeTcpSession {
@@ -48,7 +48,7 @@ impl NvmeTcpSession {
         let run = TcpQueueState::new(socket, queue).map_err(|error| error.to_string()).and_then(|state| {
             let slot: TcpQueueSlot = Arc::new(Mutex::new(Some(Box::new(state))));
             self.add_queue(number, (id, qid), &slot, IoQueueState::Stopped);
-            self.run_queue(number, slot).unwrap_or_else(|gone| Err(gone.to_string()))
+            self.run_queue(number).unwrap_or_else(|gone| Err(gone.to_string()))
         });
         if let Err(why) = run {
             self.log.warn(format_args!("{peer}: its I/O queue {qid} cannot run: {why}"));
@@ -75,26 +75,16 @@ impl NvmeTcpSession {
     }
 
     /// Has its lane run a stopped queue.
-    fn run_queue(&mut self, number: usize, slot: TcpQueueSlot) -> Result<Result<(), String>, LaneGone> {
-        let begun = self.begin_run(number, Some(slot))?;
-        Ok(begun.map(|started| {
-            if let Some(queue) = &mut self.queues[number] {
-                (queue.state, queue.started) = (IoQueueState::Running, Some(started));
-            }
-        }))
-    }
-
-    /// Has a lane run a session of a client queue.
-    pub(super) fn begin_run(
-        &self,
-        number: usize,
-        slot: Option<TcpQueueSlot>,
-    ) -> Result<Result<QueueStart, String>, LaneGone> {
-        let remote = &self.config.queues[number];
+    fn run_queue(&mut self, number: usize) -> Result<Result<(), String>, LaneGone> {
+        let (remote, Some(queue)) = (&self.config.queues[number], &self.queues[number]) else { return Ok(Ok(())) };
         if let Err(why) = remote.open() {
             return Ok(Err(why));
         }
-        remote.begin_run(self.setup(number, slot)).map(Ok)
+        let started = remote.begin_run(self.setup(number, queue))?;
+        if let Some(queue) = &mut self.queues[number] {
+            (queue.state, queue.started) = (IoQueueState::Running, Some(started));
+        }
+        Ok(Ok(()))
     }
 
     /// Ends a queue that its lane cannot run.
@@ -115,15 +105,14 @@ impl NvmeTcpSession {
         self.end_queue(number)
     }
 
-    pub(super) fn setup(&self, number: usize, slot: Option<TcpQueueSlot>) -> NvmeTcpQueueSetup {
-        let queue = self.queues[number].as_ref();
+    fn setup(&self, number: usize, queue: &ServedConnection) -> NvmeTcpQueueSetup {
         NvmeTcpQueueSetup {
-            devices: queue.map(|queue| Arc::clone(&queue.devices)).unwrap_or_default(),
-            hold: queue.map(|queue| Arc::clone(&queue.hold)).unwrap_or_default(),
+            devices: Arc::clone(&queue.devices),
+            hold: Arc::clone(&queue.hold),
             name: format!("{}, queue {number}", self.config.name),
             number,
             log: Arc::clone(&self.log),
-            slot,
+            slot: Arc::clone(&queue.slot),
             table: Arc::clone(&self.table),
             ended: Arc::clone(self.ended.get()),
             clock: self.clock.clone(),
@@ -171,7 +160,7 @@ impl NvmeTcpSession {
         let Some(queue) = self.queues[number].as_ref().filter(is_stopped) else { return Ok(()) };
         let (id, qid, slot) = (queue.controller, queue.qid, Arc::clone(&queue.slot));
         if !queue.is_ending {
-            match self.run_queue(number, Arc::clone(&slot))? {
+            match self.run_queue(number)? {
                 Ok(()) => return Ok(()),
                 Err(why) => self.log.warn(format_args!("an I/O queue cannot continue: {why}")),
             }
