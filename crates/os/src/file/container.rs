@@ -23,10 +23,11 @@ pub(super) struct Container {
 impl Container {
     /// The command that makes a raw file of the one at this path.
     pub(super) fn cure(&self, path: &Path) -> String {
-        let (from, to) = (path.display(), path.with_extension("img"));
+        let from = path.display();
         match self.unpacked_by {
             Some(program) => format!("{program} --keep {from}"),
-            None => format!("qemu-img convert -O raw {from} {}", to.display()),
+            // It overwrites, and `disk.img` may be another disk.
+            None => format!("qemu-img convert -O raw {from} {from}.raw"),
         }
     }
 }
@@ -92,7 +93,7 @@ mod tests {
     #[test]
     fn the_cure_is_a_command_for_the_file() {
         let cure = |name: &str| named(Path::new(name)).map(|container| container.cure(Path::new(name)));
-        assert_eq!(cure("/d/a.qcow2").unwrap(), "qemu-img convert -O raw /d/a.qcow2 /d/a.img");
+        assert_eq!(cure("/d/a.qcow2").unwrap(), "qemu-img convert -O raw /d/a.qcow2 /d/a.qcow2.raw");
         assert_eq!(cure("a.raw.gz").unwrap(), "gunzip --keep a.raw.gz");
     }
 
