@@ -52,7 +52,7 @@ fn old_kernel(ground: &ScenarioContext) -> Result<()> {
         serve --takeover /run/blkyard/$serve.sock
         sleep 1
         kill -9 $serve
-        # Programs start their back-end's successor by what it was started with.
+        # After a crash it is started as before.
         serve --device blkyard.img --export vhost-user-blk:blkyard.sock
         sleep 1
         touch /tmp/end
