@@ -442,6 +442,24 @@ fn without_descriptors_connections_wait_and_others_go_on() {
     daemon.stop();
 }
 
+#[test]
+fn idle_connections_that_have_all_descriptors_keep_no_host_out() {
+    let folder = tempfile::tempdir().unwrap();
+    let (daemon, address) = serve(folder.path(), &["null:1G"], "", &[]);
+    let mut honest = TcpHost::connect(address, NQN, HOST, None, 1);
+    let pid = Pid::from_child(&daemon.process.0);
+    let open = std::fs::read_dir(format!("/proc/{}/fd", pid.as_raw_nonzero())).unwrap().count() as u64;
+    let limit = Rlimit { current: Some(open + 20), ..getrlimit(Resource::Nofile) };
+    prlimit(Some(pid), Resource::Nofile, limit).unwrap();
+    let begin = Instant::now();
+    let _idle: Vec<_> = (0..100).map(|_| TcpStream::connect(address).unwrap()).collect();
+    let mut late = TcpHost::connect(address, NQN, "nqn.late", None, 1);
+    late.io[0].read(1, 0, 4096);
+    assert!(begin.elapsed() < Duration::from_secs(10), "it waited until the idle ones had no time left");
+    honest.io[0].read(1, 8, 4096);
+    daemon.stop();
+}
+
 /// CVE-2024-46737: a Connect for whose commands the system has no memory left. Its queue was torn down with them.
 #[test]
 fn connect_without_memory_for_its_commands_is_refused_each_time() {

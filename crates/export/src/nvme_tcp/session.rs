@@ -44,7 +44,8 @@ use crate::core::{
     SessionStep, Suspension,
 };
 
-/// Connections that are not connected to a controller, at most. A further one closes the oldest.
+/// Connections that are not connected to a controller, at most; fewer where the process may open few files. A further
+/// one closes the oldest.
 const NEW_MAX: usize = 256;
 /// Connections that wait to be accepted, at most: the maximum of most systems.
 const BACKLOG: i32 = 4096;

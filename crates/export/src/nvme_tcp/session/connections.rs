@@ -12,6 +12,7 @@ use blkyard_nvme::tls::TlsHosts;
 use blkyard_nvme::{Connected, NvmeStatus, Sqe};
 use blkyard_sys::EventFlags;
 use blkyard_tls::TlsError;
+use rustix::process::{Resource, getrlimit};
 
 use super::super::connection::{AfterAuth, ConnectionPhase, TargetConnection, WaitingConnect};
 use super::super::socket::BufferedSocket;
@@ -45,7 +46,7 @@ impl NvmeTcpSession {
                 |phase: &ConnectionPhase| !matches!(phase, ConnectionPhase::Connecting(_) | ConnectionPhase::Admin(_));
             let mut new = self.connections.iter().filter(|(_, one)| is_new(&one.phase)).map(|(token, _)| *token);
             let oldest = new.next();
-            if let Some(oldest) = oldest.filter(|_| new.count() >= NEW_MAX) {
+            if let Some(oldest) = oldest.filter(|_| new.count() >= new_max()) {
                 self.drop_connection(oldest)?;
             }
         }
@@ -282,6 +283,13 @@ impl NvmeTcpSession {
         }
         Ok(())
     }
+}
+
+/// Connections that are not connected to a controller, at most: so many that those of controllers, and the queues that
+/// these start, have descriptors left.
+fn new_max() -> usize {
+    let files = getrlimit(Resource::Nofile).current.and_then(|files| usize::try_from(files).ok());
+    files.map_or(NEW_MAX, |files| NEW_MAX.min(files / 4))
 }
 
 /// Why the host that a Connect names is not the one with whose key its connection is encrypted, if it is not. Who wants
