@@ -325,3 +325,18 @@ impl NvmeQueueSession {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::core::queue_pair;
+
+    #[test]
+    fn notifications_of_a_lane_that_takes_none_are_one() {
+        let (remote, port) = queue_pair::<NvmeQueueSession>();
+        for _ in 0..2 {
+            (0..1000).for_each(|_| remote.notify().unwrap());
+            assert_eq!(port.take_all(), 1);
+        }
+    }
+}

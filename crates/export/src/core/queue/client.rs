@@ -230,7 +230,10 @@ impl<S: QueueSession> ClientQueue<S> {
                 }
                 let _ = answer.send(());
             }
-            ClientCommand::Notify => self.notify(hw, cx),
+            ClientCommand::Notify => {
+                self.port.shared.take_notification();
+                self.notify(hw, cx);
+            }
             ClientCommand::Signal(eventfd, answer) => {
                 if !self.aside.as_ref().is_some_and(|last| Arc::ptr_eq(last, &eventfd)) {
                     cx.forget(&mut self.aside_signal);

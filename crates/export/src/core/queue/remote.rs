@@ -10,6 +10,7 @@
 //! continue over sessions.
 
 use std::io;
+use std::sync::atomic::{AtomicBool, Ordering::AcqRel};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
@@ -73,6 +74,15 @@ pub(super) struct QueueLink<S: QueueSession> {
     pub(super) mailbox: Mailbox<ClientCommand<S>>,
     /// Wakes the poller's lane.
     pub(super) waker: LaneWaker,
+    /// Whether a [`ClientCommand::Notify`] is under way: one is enough, and a client decides how often there is cause.
+    is_notified: AtomicBool,
+}
+
+impl<S: QueueSession> QueueLink<S> {
+    /// A notification is about to be handled: a later one is another.
+    pub(super) fn take_notification(&self) {
+        self.is_notified.swap(false, AcqRel);
+    }
 }
 
 /// A queue as seen by the control path, with or without a poller.
@@ -101,7 +111,11 @@ impl<S: QueueSession> RemoteState<S> {
 
     /// The lane's end of a new link.
     fn connect(&self) -> QueuePort<S> {
-        let shared = Arc::new(QueueLink { mailbox: Mailbox::default(), waker: LaneWaker::default() });
+        let shared = Arc::new(QueueLink {
+            mailbox: Mailbox::default(),
+            waker: LaneWaker::default(),
+            is_notified: AtomicBool::new(false),
+        });
         *self.link() = Some(Arc::clone(&shared));
         QueuePort { shared, counters: Arc::clone(&self.counters) }
     }
@@ -122,6 +136,15 @@ impl<S: QueueSession> QueuePort<S> {
     /// Counters of the client's invalid requests.
     pub(super) fn refusals(&self) -> Arc<S::Refusals> {
         Arc::clone(self.counters.refusals.get_or_init(Arc::default))
+    }
+}
+
+#[cfg(test)]
+impl<S: QueueSession> QueuePort<S> {
+    /// Takes the commands as a lane does; their number.
+    pub(crate) fn take_all(&self) -> usize {
+        self.shared.take_notification();
+        self.shared.mailbox.take().len()
     }
 }
 
@@ -476,7 +499,9 @@ impl<S: QueueSession> QueueRemote<S> {
     /// # Errors
     /// Its lane has ended.
     pub fn notify(&self) -> Result<(), LaneGone> {
-        self.commands.send(ClientCommand::Notify)
+        let link = self.commands.state.link().clone().ok_or(LaneGone)?;
+        // What was left before is seen by the lane, which handles it after it has taken the notification.
+        if link.is_notified.swap(true, AcqRel) { Ok(()) } else { link.send(ClientCommand::Notify) }
     }
 
     /// Handle for the placement of client queues on hardware queues.
