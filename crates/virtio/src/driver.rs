@@ -18,8 +18,8 @@ mod split;
 
 use blkyard_mem::View;
 
-use crate::chain::DESC_BYTES;
 use crate::counters::reasons;
+use crate::descriptor::DESC_BYTES;
 use crate::{Features, RingBase, RingLayout, RingSetupError};
 
 pub use blk::{BlkRing, SharedMemory, Violation};

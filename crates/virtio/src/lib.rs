@@ -17,6 +17,7 @@ mod blk;
 mod chain;
 mod config;
 mod counters;
+mod descriptor;
 mod dirty;
 pub mod driver;
 pub mod driver_model;
@@ -34,9 +35,10 @@ pub use blk::{
     ParseContext, Parsed, Refusal, RequestFault, SerialError, SerialId, VirtioStatus, parse, status_of, write_status,
     written,
 };
-pub use chain::{Chain, ChainFault, INDIRECT_BYTES_MAX};
+pub use chain::{Chain, ChainFault};
 pub use config::{BlkConfig, CACHE_MODE_AT, CONFIG_BYTES};
 pub use counters::{Refusals, Violations};
+pub use descriptor::INDIRECT_BYTES_MAX;
 pub use dirty::{DirtyLog, LOG_PAGE_BYTES};
 pub use features::Features;
 pub use guest::{GuestMemory, GuestRange, RangeError, TranslateError};

@@ -10,7 +10,7 @@
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 
-use crate::chain::{DESC_BYTES, FilledSlots};
+use crate::descriptor::{DESC_BYTES, FilledSlots};
 use crate::inflight::{LeftChain, LeftInRecord, PackedInflight};
 use crate::order::{InOrder, UsedElement};
 use crate::ring::{ChainHead, RUN_MAX, RingBase, RingFault, RingLayout, RingSetupError, check_size};

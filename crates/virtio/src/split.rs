@@ -7,7 +7,7 @@
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 
-use crate::chain::{DESC_BYTES, DescriptorTable};
+use crate::descriptor::{DESC_BYTES, DescriptorTable};
 use crate::inflight::SplitInflight;
 use crate::order::{InOrder, UsedElement};
 use crate::ring::{ChainHead, RUN_MAX, RingBase, RingFault, RingLayout, RingSetupError, check_size};

@@ -18,8 +18,8 @@ use blkyard_mq::{Batch, BioFlags, Done, Op, Shortage, Status, Tag};
 use super::place::{ID_AT, RANGES_AT, STATUS_AT, TABLE_AT};
 use super::{BlkDisk, BlkLayout, Buffer, DeviceFault, DriverRing, NoRoom, Tables, UsedChain};
 use crate::blk::{HEADER_BYTES, ID_BYTES, RANGE_BYTES, RANGE_UNMAP, kind, status_from};
-use crate::chain::DESC_BYTES;
 use crate::counters::reasons;
+use crate::descriptor::DESC_BYTES;
 use crate::ring::RUN_MAX;
 use crate::{Features, RingBase, RingLayout, RingSetupError, Violations};
 

@@ -7,7 +7,7 @@
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 
 use super::{Buffer, DeviceFault, NO_TABLES, NoRoom, Tables, UsedChain, check_chain, writable_bytes, write_desc};
-use crate::chain::{DESC_BYTES, Desc};
+use crate::descriptor::{DESC_BYTES, Desc};
 use crate::packed::{LINE_DESCS, Position, request};
 use crate::ring::check_size;
 use crate::{Features, RingBase, RingLayout, RingSetupError};

@@ -16,7 +16,7 @@
 use blkyard_mem::PAGE_BYTES;
 
 use crate::blk::{HEADER_BYTES, ID_BYTES, RANGE_BYTES};
-use crate::chain::DESC_BYTES;
+use crate::descriptor::DESC_BYTES;
 use crate::driver::disk::BlkDisk;
 use crate::{Features, packed_ring_bytes, ring_bytes};
 

@@ -7,7 +7,7 @@
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 
 use super::{Buffer, DeviceFault, NO_TABLES, NoRoom, Tables, UsedChain, check_chain, writable_bytes, write_desc};
-use crate::chain::{DESC_BYTES, Desc};
+use crate::descriptor::{DESC_BYTES, Desc};
 use crate::ring::check_size;
 use crate::split::{AVAIL_ELEMENT, FLAGS, INDEX, NO_INTERRUPT, NO_NOTIFY, RING, USED_ELEMENT, needs_event};
 use crate::{Features, RingBase, RingLayout, RingSetupError};

@@ -20,7 +20,7 @@ use std::sync::atomic::fence;
 use blkyard_mem::{Region, View};
 
 use super::{DESC_NUM, FEATURES, Inflight, InflightFault, VERSION, VERSION_ONE};
-use crate::chain::DESC_BYTES;
+use crate::descriptor::DESC_BYTES;
 use crate::packed::{MARKS, Position};
 
 /// `free_head` and `old_free_head`, stored at once.
