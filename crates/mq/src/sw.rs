@@ -61,6 +61,7 @@
 //! choose the queue for a thread: see [`SharedDisk`](crate::SharedDisk). It does not bind bios to the thread that
 //! issued them: see [`SwQueue::leave`].
 
+mod core;
 mod ends;
 mod shared;
 
